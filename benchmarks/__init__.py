@@ -1,0 +1,1 @@
+"""How fast and how fair: commands that measure the product."""

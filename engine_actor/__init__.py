@@ -1,0 +1,1 @@
+"""Tokens in, tokens out: scheduler, KV cache, model, sampler and the actor around them."""

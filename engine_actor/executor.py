@@ -1,0 +1,61 @@
+"""The executor contract: a step record goes in, logits come out.
+
+Scheduler, pages and sampler do not know which executor runs. The torch executor drives decoder modules over an
+attention backend; a native one may replace the whole step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_actor.step import StepRecord, StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE_SIZE = 16
+"""Tokens per KV page."""
+
+DUMMY_PAGE = 0
+"""Page that padding writes to. Never handed out."""
+
+
+@dataclass(frozen=True)
+class ExecutorInfo:
+    """What runs, for logs, reports and benchmarks."""
+
+    executor: str
+    attention_backend: str
+    device: str
+    dtype: str
+    quantization: str
+    threads: int
+    fallback_reason: str | None = None
+
+
+class Executor(ABC):
+    """Computes one step over the paged KV cache it owns."""
+
+    info: ExecutorInfo
+    num_pages: int
+    """Size of the KV pool in pages, the dummy page included."""
+
+    @abstractmethod
+    def execute(self, record: StepRecord) -> torch.Tensor:
+        """Write the KV of every token of the record and return logits.
+
+        Returns float32 [S, vocab] for the rows with is_last_chunk, in row order (S may be 0).
+        """
+
+
+class Runner(ABC):
+    """A record in, sampled tokens out: what the engine loop drives."""
+
+    info: ExecutorInfo
+    num_pages: int
+
+    @abstractmethod
+    def run(self, record: StepRecord) -> StepResult:
+        """Execute and sample one step. Called from one thread only."""

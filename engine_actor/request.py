@@ -1,0 +1,95 @@
+"""A request as the engine sees it: token ids, sampling parameters, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop.
+
+    temperature 0 is greedy. top_k 0 and top_p 1.0 switch the filters off. `seed` None means the engine derives one
+    from the request id; the randomness of a token depends on (seed, position) alone. `stop_token_ids` end the
+    request with reason "stop" and are part of the reported ids.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to generate (gateway -> engine). Submitting is idempotent by (request, attempt).
+
+    `namespace` isolates the prefix cache: pages are shared only between requests of equal namespace.
+    `predicted_output_tokens` is an estimate for scheduling, never a limit.
+    """
+
+    request: str
+    attempt: int
+    tenant: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    namespace: str = ""
+    weight: float = 1.0
+    predicted_output_tokens: int = 64
+    queue_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """Durations inside the engine in milliseconds since the request was accepted there; None if never reached.
+
+    `prefill_chunks` holds (offset of the step's end, tokens) of each prompt chunk.
+    """
+
+    scheduled_ms: float | None
+    first_token_ms: float | None
+    finished_ms: float | None
+    prefill_chunks: tuple[tuple[float, int], ...] = ()
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class RequestUsage:
+    """Tokens by kind. `computed_input` excludes what the prefix cache held; recomputation is not counted."""
+
+    computed_input: int = 0
+    cached_input: int = 0
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class StreamRow:
+    """New tokens of one request after one step. `finish_reason` set means it is the last row of the request."""
+
+    request: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    usage: RequestUsage | None = None
+    timings: RequestTimings | None = None
+
+
+@dataclass(frozen=True)
+class StepMessage:
+    """One message per engine step and gateway (engine -> gateway): every stream of that gateway in it.
+
+    `wall_time_ns` is the engine's wall clock when the step ended: the anchor for spans, never for decisions.
+    """
+
+    engine: str
+    engine_epoch: int
+    step: int
+    wall_time_ns: int
+    rows: tuple[StreamRow, ...] = field(default=())

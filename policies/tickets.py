@@ -1,0 +1,88 @@
+"""What the fair queue sees and answers: tickets in, grants or refusals out, reports from engines.
+
+Prompts never pass through here: a ticket carries counts, identities and hashes only. Only ages and remaining
+durations cross processes, never clock readings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+ServiceClass = Literal["interactive", "default", "batch"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request asking for entry (gateway -> fair queue).
+
+    `request` is unique per tenant request; `attempt` counts the times the gateway submitted it to an engine.
+    `sequences` is n times the number of prompts. Token counts are sums over all sequences.
+    """
+
+    request: str
+    attempt: int
+    tenant: str
+    weight: float
+    input_tokens: int
+    predicted_output_tokens: int
+    sequences: int = 1
+    service_class: ServiceClass = "default"
+    adapter: str | None = None
+    remaining_deadline_ms: float | None = None
+    age_ms: float = 0.0
+    page_hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Leave to submit now to one engine. Void after `time_to_live_ms`, or once a higher queue epoch is known."""
+
+    request: str
+    attempt: int
+    queue_epoch: int
+    engine: str
+    engine_epoch: int
+    queued_ms: float
+    time_to_live_ms: float = 2000.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No entry. `code` is an error code of the HTTP API; `retry_after_ms` is None where a retry cannot help."""
+
+    request: str
+    attempt: int
+    code: str
+    message: str
+    retry_after_ms: float | None = None
+    earliest_deadline_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """State of one engine after a step (engine -> fair queue).
+
+    `served` and every counter are cumulative since the engine epoch began, so a lost report does no harm.
+    `outstanding` is, per tenant, the priced work of the live requests that is not served yet: what is left of their
+    input plus what is left of their predicted output. `accepted` names the requests taken since the report before;
+    one that is lost costs a grant its time to live and no more.
+    """
+
+    engine: str
+    engine_epoch: int
+    step: int
+    served: dict[str, float]
+    outstanding: dict[str, float]
+    running: int
+    waiting: int
+    waiting_prefill_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    free_pages: int
+    total_pages: int
+    page_size: int
+    accepted: tuple[tuple[str, int], ...] = ()
+    draining: bool = False
+    page_hashes_added: tuple[int, ...] = field(default=())
+    page_hashes_removed: tuple[int, ...] = field(default=())
