@@ -13,8 +13,9 @@ class SamplingParams:
     """How the next token is chosen, and when to stop.
 
     temperature 0 is greedy. top_k 0 and top_p 1.0 switch the filters off. `seed` None means the engine derives one
-    from the request id; the randomness of a token depends on (seed, position) alone. `stop_token_ids` end the
-    request with reason "stop" and are part of the reported ids.
+    from the request id; the randomness of a token depends on (seed, position) alone. `stop_token_ids` (the model's
+    end tokens among them, unless the client ignores those) end the request with reason "stop" and are part of the
+    reported ids.
     """
 
     max_tokens: int
@@ -23,19 +24,20 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class EngineRequest:
     """One sequence to generate (gateway -> engine). Submitting is idempotent by (request, attempt).
 
+    `ticket` names the fair queue's ticket that let it in: several sequences (n, prompt lists) share one.
     `namespace` isolates the prefix cache: pages are shared only between requests of equal namespace.
     `predicted_output_tokens` is an estimate for scheduling, never a limit.
     """
 
     request: str
     attempt: int
+    ticket: str
     tenant: str
     prompt_token_ids: list[int]
     sampling: SamplingParams

@@ -1,0 +1,358 @@
+"""The engine as an actor: a step loop behind asynchronous calls, with leases in both directions.
+
+The event loop stays free: loading happens in a thread, steps in the loop's own. Whoever owns the actor renews its
+lease; without an owner it ends itself. Gateways renew a lease on their requests; without it those are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from engine_actor.executor import PAGE_SIZE, ExecutorInfo, Runner
+from engine_actor.loop import EngineLoop, StepOutcome
+from engine_actor.request import EngineRequest, StepMessage, StreamRow
+from engine_actor.scheduler import Scheduler, SchedulerConfig
+from engine_actor.stats import EngineStats, EngineStatsSnapshot
+from policies.tickets import EngineReport
+
+logger = logging.getLogger(__name__)
+
+OWNER_LEASE_SECONDS = 15.0
+REQUEST_LEASE_SECONDS = 10.0
+STALL_SECONDS = 30.0
+"""A step loop with work and no progress for this long is unhealthy. Longer than any sane step on a CPU."""
+
+_TICK_SECONDS = 1.0
+
+Key = tuple[str, int]
+EngineState = Literal["loading", "ready", "draining", "failed", "stalled"]
+
+
+class StaleEpochError(RuntimeError):
+    """The caller speaks for a fair queue, or to an engine, that has been replaced."""
+
+
+class EngineNotReadyError(RuntimeError):
+    """The engine is still loading, is draining or has failed."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to build: a name, a way to make the runner, and the scheduler's limits.
+
+    `make_runner` is called in a thread of the actor's process and may take long (it loads the model).
+    """
+
+    name: str
+    model: str
+    make_runner: Callable[[], Runner]
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """State of an engine, taken on the path that serves requests."""
+
+    engine: str
+    engine_epoch: int
+    state: EngineState
+    owned: bool
+    detail: str = ""
+    running: int = 0
+    waiting: int = 0
+    info: ExecutorInfo | None = None
+
+
+@dataclass
+class _GatewayLease:
+    """One connected gateway: its outbox and the requests it answers for."""
+
+    renewed_at: float
+    outbox: asyncio.Queue[StepMessage | None] = field(default_factory=asyncio.Queue)
+    live: dict[Key, float] = field(default_factory=dict)  # request -> lease expiry
+
+
+class EngineActor:
+    """One engine. Every method is called on the actor's event loop; the step loop runs in a thread of its own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self.epoch = time.time_ns() // 1_000_000
+        self._started: asyncio.Task[None] | None = None
+        self._engine_loop: EngineLoop | None = None
+        self._scheduler: Scheduler | None = None
+        self._info: ExecutorInfo | None = None
+        self._stats = EngineStats(spec.name, self.epoch, spec.model)
+        self._failure: str | None = None
+        self._draining = False
+        self._owner: str | None = None
+        self._owner_renewed = time.monotonic()
+        self._gateways: dict[str, _GatewayLease] = {}
+        self._gateway_of: dict[Key, str] = {}
+        self._queue_epoch = 0
+        self._report_queue: asyncio.Queue[EngineReport] | None = None
+        self._last_report: EngineReport | None = None
+
+    # Life cycle -----------------------------------------------------------------------------------------------
+
+    async def renew(self, owner: str) -> Heartbeat:
+        """Renew the owner's lease, or take over one that has lapsed, and tell how the engine is.
+
+        The first call starts loading. `owned` is False while another owner's lease is live.
+        """
+        now = time.monotonic()
+        if self._owner in (None, owner) or now - self._owner_renewed > OWNER_LEASE_SECONDS / 2:
+            self._owner, self._owner_renewed = owner, now
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        return self.heartbeat(owner)
+
+    def heartbeat(self, owner: str) -> Heartbeat:
+        state, detail = self._state()
+        report = self._last_report
+        return Heartbeat(
+            engine=self._spec.name,
+            engine_epoch=self.epoch,
+            state=state,
+            owned=self._owner == owner,
+            detail=detail,
+            running=report.running if report else 0,
+            waiting=report.waiting if report else 0,
+            info=self._info,
+        )
+
+    async def drain(self) -> None:
+        """Take no further grants; live requests go on."""
+        self._draining = True
+
+    async def release(self, owner: str) -> None:
+        """The owner gives the engine up: it ends at once."""
+        if owner == self._owner:
+            _exit_process()
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.create_task(self._watch_leases())
+        try:
+            runner = await asyncio.to_thread(self._spec.make_runner)
+        except Exception as error:
+            logger.exception("the engine could not start")
+            self._failure = f"{type(error).__name__}: {error}"
+            return
+        self._info = runner.info
+        self._scheduler = Scheduler(self._spec.scheduler, runner.num_pages, epoch=self.epoch)
+
+        def on_outcome(outcome: StepOutcome) -> None:
+            report = self._observe(outcome)
+            loop.call_soon_threadsafe(self._dispatch, outcome, report, time.time_ns())
+
+        self._engine_loop = EngineLoop(
+            self._scheduler, runner, on_outcome, lambda error: loop.call_soon_threadsafe(self._fail, error)
+        )
+        self._last_report = self._report(())
+        self._engine_loop.start()
+        logger.info("engine %s is ready: %s", self._spec.name, runner.info)
+
+    def _state(self) -> tuple[EngineState, str]:
+        if self._failure is not None:
+            return "failed", self._failure
+        if self._engine_loop is None:
+            return "loading", ""
+        stalled = time.monotonic() - self._engine_loop.last_progress
+        if stalled > STALL_SECONDS:
+            return "stalled", f"no step has ended for {stalled:.0f} s"
+        return ("draining", "") if self._draining else ("ready", "")
+
+    def _fail(self, error: BaseException) -> None:
+        """A step raised. The process ends, and so every gateway and the owner see it at once and in one way."""
+        logger.critical("engine %s ends: %s", self._spec.name, error)
+        _exit_process(1)
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            if now - self._owner_renewed > OWNER_LEASE_SECONDS:
+                logger.warning("nobody has owned engine %s for %.0f s: it ends", self._spec.name, OWNER_LEASE_SECONDS)
+                _exit_process()
+            for name, gateway in list(self._gateways.items()):
+                for key in [key for key, expiry in gateway.live.items() if expiry < now]:
+                    logger.warning("request %s lost its gateway: aborted", key[0])
+                    self._abort(key)
+                    del gateway.live[key]
+                if now - gateway.renewed_at > REQUEST_LEASE_SECONDS and not gateway.live:
+                    gateway.outbox.put_nowait(None)
+                    del self._gateways[name]
+
+    # Requests -------------------------------------------------------------------------------------------------
+
+    async def submit(self, gateway: str, requests: list[EngineRequest]) -> None:
+        """Take requests; a (request, attempt) taken before is ignored.
+
+        Raises StaleEpochError when the grant came from an older fair queue, EngineNotReadyError when the engine does
+        not serve.
+        """
+        engine_loop = self._engine_loop
+        if engine_loop is None or self._failure is not None:
+            raise EngineNotReadyError(f"engine {self._spec.name} is not serving")
+        lease = self._lease(gateway)
+        for request in requests:
+            if request.queue_epoch < self._queue_epoch:
+                raise StaleEpochError(f"queue epoch {request.queue_epoch} is older than {self._queue_epoch}")
+            key = (request.request, request.attempt)
+            if key not in self._gateway_of:
+                self._gateway_of[key] = gateway
+                lease.live[key] = time.monotonic() + REQUEST_LEASE_SECONDS
+            engine_loop.submit(request)
+
+    async def abort(self, keys: list[Key]) -> None:
+        """End requests early; each gets a last row with reason "abort"."""
+        for key in keys:
+            self._abort(key)
+
+    async def renew_requests(self, gateway: str, keys: list[Key]) -> None:
+        """Renew the lease of a gateway's live requests, and of the gateway itself."""
+        lease = self._lease(gateway)
+        expiry = time.monotonic() + REQUEST_LEASE_SECONDS
+        for key in keys:
+            if key in lease.live:
+                lease.live[key] = expiry
+
+    async def stream(self, gateway: str) -> AsyncIterator[StepMessage]:
+        """All streams of one gateway, one message per step. A later call takes over from an earlier one."""
+        lease = self._lease(gateway)
+        outbox: asyncio.Queue[StepMessage | None] = asyncio.Queue()
+        old, lease.outbox = lease.outbox, outbox
+        while not old.empty():
+            outbox.put_nowait(old.get_nowait())
+        old.put_nowait(None)
+        yield StepMessage(self._spec.name, self.epoch, 0, time.time_ns())
+        while (message := await outbox.get()) is not None:
+            yield message
+
+    def _lease(self, gateway: str) -> _GatewayLease:
+        lease = self._gateways.get(gateway)
+        if lease is None:
+            lease = self._gateways[gateway] = _GatewayLease(time.monotonic())
+        lease.renewed_at = time.monotonic()
+        return lease
+
+    def _abort(self, key: Key) -> None:
+        if self._engine_loop is not None:
+            self._engine_loop.abort(*key)
+
+    def _dispatch(self, outcome: StepOutcome, report: EngineReport, wall_time_ns: int) -> None:
+        """Sort the rows of a step by gateway and put one message into each outbox."""
+        by_gateway: dict[str, list[StreamRow]] = {}
+        for row in outcome.rows:
+            key = (row.request, row.attempt)
+            name = self._gateway_of.get(key) if row.finish_reason is None else self._gateway_of.pop(key, None)
+            gateway = self._gateways.get(name) if name is not None else None
+            if name is None or gateway is None:
+                continue
+            if row.finish_reason is not None:
+                gateway.live.pop(key, None)
+            by_gateway.setdefault(name, []).append(row)
+        for name, rows in by_gateway.items():
+            message = StepMessage(self._spec.name, self.epoch, report.step, wall_time_ns, tuple(rows))
+            self._gateways[name].outbox.put_nowait(message)
+        self._last_report = report
+        if self._report_queue is not None:
+            self._report_queue.put_nowait(report)
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    async def queue_epoch(self) -> int:
+        """The highest fair-queue epoch this engine has accepted."""
+        return self._queue_epoch
+
+    async def reports(self, queue_epoch: int) -> AsyncIterator[EngineReport]:
+        """A report after every step, and twice a second when idle, to the fair queue of the highest epoch.
+
+        Raises StaleEpochError for an epoch that is not higher than every one before.
+        """
+        if queue_epoch <= self._queue_epoch:
+            raise StaleEpochError(f"queue epoch {queue_epoch} is not above {self._queue_epoch}")
+        self._queue_epoch = queue_epoch
+        queue: asyncio.Queue[EngineReport] = asyncio.Queue()
+        self._report_queue = queue
+        if self._last_report is not None:
+            yield self._last_report
+        while self._report_queue is queue:
+            report = await queue.get()
+            accepted = report.accepted
+            while not queue.empty():  # a reader that lags gets the newest state and misses no acceptance
+                report = queue.get_nowait()
+                accepted += report.accepted
+            yield _with_accepted(report, accepted)
+
+    async def stats(self) -> EngineStatsSnapshot:
+        """Counters for metrics."""
+        return self._stats.snapshot(time.monotonic())
+
+    def _observe(self, outcome: StepOutcome) -> EngineReport:
+        """Count a turn and write its report. Runs in the step loop's thread, which owns the scheduler."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        record, result = outcome.record, outcome.result
+        if record is not None and result is not None:
+            lengths = record.length.tolist()
+            chunks = [length for length in lengths if length > 1]
+            self._stats.observe_step(
+                now=time.monotonic(),
+                iteration_seconds=outcome.step_seconds,
+                scheduler_seconds=outcome.scheduler_seconds,
+                model_seconds=result.model_seconds,
+                prefill_chunks=chunks,
+                decode_requests=len(lengths) - len(chunks),
+            )
+        self._stats.set_totals(
+            recomputed_chunks=scheduler.recomputed_chunks,
+            preemptions=scheduler.preemptions,
+            cached_input=scheduler.cached_tokens,
+            computed_input=scheduler.computed_tokens,
+        )
+        self._stats.set_gauges(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_pages=scheduler.cache.free,
+            evictable_pages=scheduler.cache.evictable,
+            total_pages=scheduler.cache.total,
+        )
+        return self._report(tuple(outcome.accepted))
+
+    def _report(self, accepted: tuple[Key, ...]) -> EngineReport:
+        scheduler = self._scheduler
+        assert scheduler is not None
+        config = scheduler.config
+        return EngineReport(
+            engine=self._spec.name,
+            engine_epoch=self.epoch,
+            step=scheduler.step,
+            served=dict(scheduler.served),
+            outstanding=scheduler.outstanding(),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            waiting_prefill_tokens=scheduler.waiting_prefill_tokens(),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            free_pages=scheduler.cache.available,
+            total_pages=scheduler.cache.total,
+            page_size=PAGE_SIZE,
+            accepted=accepted,
+            draining=self._draining,
+        )
+
+
+def _with_accepted(report: EngineReport, accepted: tuple[Key, ...]) -> EngineReport:
+    return report if accepted == report.accepted else replace(report, accepted=accepted)
+
+
+def _exit_process(code: int = 0) -> None:
+    os._exit(code)

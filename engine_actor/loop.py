@@ -1,0 +1,125 @@
+"""The step loop: a thread that schedules, runs and commits, one step after another."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_actor.executor import Runner
+from engine_actor.request import EngineRequest, StreamRow
+from engine_actor.scheduler import Scheduler
+from engine_actor.step import StepRecord, StepResult
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5
+"""How long an idle loop waits for work before it reports again."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one turn of the loop did. `record` and `result` are None when nothing was computed.
+
+    `accepted` names the tickets whose requests were taken. `scheduler_seconds` is the time outside the runner.
+    """
+
+    rows: list[StreamRow]
+    accepted: list[tuple[str, int]]
+    record: StepRecord | None = None
+    result: StepResult | None = None
+    scheduler_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+class EngineLoop:
+    """Drives scheduler and runner in a thread of its own; everything else talks to it through a queue.
+
+    `on_outcome` is called in that thread after every turn and must not block. When a step raises, the loop ends and
+    `on_failure` gets the exception: the state of the step is unknown, so nothing can be saved.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        on_outcome: Callable[[StepOutcome], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_outcome = on_outcome
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._accepted: list[tuple[str, int]] = []
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self.last_progress = time.monotonic()
+        """Monotonic seconds of the last finished step, or of the last moment without any work."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the loop after the step in flight. Live requests get no further rows."""
+        self._inbox.put(None)
+        self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hand a request over; its rows come through `on_outcome`. Thread-safe."""
+        self._inbox.put(lambda: self._submit(request))
+
+    def abort(self, request: str, attempt: int) -> None:
+        """Ask for the end of a request; unknown ones are ignored. Thread-safe."""
+        self._inbox.put(lambda: self._scheduler.abort(request, attempt))
+
+    def _submit(self, request: EngineRequest) -> None:
+        self._scheduler.submit(request, time.monotonic())
+        self._accepted.append((request.ticket, request.attempt))
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox():
+                self._turn()
+        except BaseException as error:
+            logger.exception("the engine loop ends: a step failed")
+            self._on_failure(error)
+
+    def _read_inbox(self) -> bool:
+        """Apply what has arrived; wait for it when there is nothing to compute. False: stop."""
+        try:
+            while True:
+                block = not self._scheduler.has_work
+                command = self._inbox.get(block=block, timeout=IDLE_SECONDS if block else None)
+                if command is None:
+                    return False
+                command()
+        except queue.Empty:
+            return True
+
+    def _turn(self) -> None:
+        begin = time.monotonic()
+        record = self._scheduler.schedule(begin)
+        rows = self._scheduler.take_finished()
+        accepted, self._accepted = self._accepted, []
+        if record is None:
+            if self._scheduler.has_work:
+                time.sleep(IDLE_SECONDS / 50)  # nothing fits just now: no progress, and health will tell
+            else:
+                self.last_progress = begin
+            self._on_outcome(StepOutcome(rows, accepted))
+            return
+        scheduled = time.monotonic()
+        result = self._runner.run(record)
+        ran = time.monotonic()
+        rows += self._scheduler.commit(record, result, ran)
+        end = self.last_progress = time.monotonic()
+        self._on_outcome(
+            StepOutcome(rows, accepted, record, result, (scheduled - begin) + (end - ran), end - begin)
+        )

@@ -1,0 +1,172 @@
+"""The ownership pattern for long-lived actors, once, for engines and fair queues.
+
+A Serve replica owns one detached actor: it creates it or re-attaches to it by name, renews its lease, answers Serve's
+health check with the actor's heartbeat, and releases it when it is shut down in order. An owner that dies without a
+word leaves the actor alive for its successor; an actor without an owner ends itself when the lease runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import pickle
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "evenhand"
+RENEW_SECONDS = 2.0
+CALL_TIMEOUT_SECONDS = 5.0
+_RETRY_SECONDS = 0.25
+
+
+class OwnedHeartbeat(Protocol):
+    """What an owned actor answers to `renew`."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def owned(self) -> bool: ...
+
+    @property
+    def detail(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ActorRecipe:
+    """How to make one named actor. `spec` is its constructor's only argument besides the digest of itself."""
+
+    name: str
+    actor_class: type
+    spec: Any
+    options: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Changes with the spec: an actor made from another one is replaced, not re-attached to."""
+        return hashlib.sha256(pickle.dumps(self.spec)).hexdigest()[:16]
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}@{self.digest}"
+
+
+class ActorFailedError(RuntimeError):
+    """The actor reports a failure that waiting will not mend, such as a model that cannot be loaded."""
+
+
+class ActorOwner:
+    """Owns one actor out of `recipes` (one per instance of a deployment): the first that no live owner holds."""
+
+    def __init__(self, recipes: list[ActorRecipe]) -> None:
+        self._recipes = recipes
+        self._id = uuid.uuid4().hex
+        self._actor: Any = None
+        self._recipe: ActorRecipe | None = None
+        self._heartbeat: OwnedHeartbeat | None = None
+        self._failure: str | None = None
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def acquire(self) -> None:
+        """Take an actor and wait until it is ready. Raises ActorFailedError when it says that it cannot be."""
+        while self._actor is None:
+            for recipe in self._recipes:
+                if await self._try(recipe):
+                    break
+            else:
+                await asyncio.sleep(_RETRY_SECONDS)
+        self._renewal = asyncio.create_task(self._keep_renewing())
+        while self._heartbeat is None or self._heartbeat.state != "ready":
+            if self._failure is not None:
+                raise ActorFailedError(self._failure)
+            if self._heartbeat is not None and self._heartbeat.state == "failed":
+                detail = self._heartbeat.detail
+                await self.release()
+                raise ActorFailedError(detail)
+            await asyncio.sleep(_RETRY_SECONDS)
+            await self._renew_once()
+
+    async def check_health(self) -> None:
+        """Raise unless the actor answers, is ours, and serves. Serve then replaces the replica, and it the actor."""
+        await self._renew_once()
+        if self._failure is not None:
+            raise ActorFailedError(self._failure)
+        heartbeat = self._heartbeat
+        if heartbeat is None or heartbeat.state not in ("ready", "draining") or not heartbeat.owned:
+            if self._recipe is not None and heartbeat is not None and heartbeat.owned:
+                ray.kill(self._actor)  # it answers but does not serve: its successor starts afresh
+            raise ActorFailedError(f"{self._recipe and self._recipe.name}: {heartbeat}")
+
+    async def release(self) -> None:
+        """End the actor in order."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        if self._actor is None:
+            return
+        actor, self._actor = self._actor, None
+        try:
+            await asyncio.wait_for(actor.release.remote(self._id), CALL_TIMEOUT_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError, asyncio.TimeoutError):
+            pass  # the actor ends while it answers
+
+    async def drain(self) -> None:
+        """Ask the actor to finish what it has and take nothing new."""
+        if self._actor is not None:
+            await asyncio.wait_for(self._actor.drain.remote(), CALL_TIMEOUT_SECONDS)
+
+    @property
+    def heartbeat(self) -> OwnedHeartbeat | None:
+        """The last one received."""
+        return self._heartbeat
+
+    async def _try(self, recipe: ActorRecipe) -> bool:
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **recipe.options}
+        actor = (
+            ray.remote(recipe.actor_class)
+            .options(
+                name=recipe.full_name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **options
+            )
+            .remote(recipe.spec)
+        )
+        try:
+            heartbeat = await asyncio.wait_for(actor.renew.remote(self._id), 60.0)
+        except (ray.exceptions.RayError, TimeoutError, asyncio.TimeoutError) as error:
+            logger.warning("actor %s cannot be owned yet: %s", recipe.name, type(error).__name__)
+            return False
+        if not heartbeat.owned:
+            return False
+        self._actor, self._recipe, self._heartbeat = actor, recipe, heartbeat
+        return True
+
+    async def _renew_once(self) -> None:
+        if self._actor is None:
+            return
+        try:
+            self._heartbeat = await asyncio.wait_for(self._actor.renew.remote(self._id), CALL_TIMEOUT_SECONDS)
+        except (TimeoutError, asyncio.TimeoutError):
+            self._failure = f"{self._recipe and self._recipe.name} has not answered for {CALL_TIMEOUT_SECONDS:.0f} s"
+        except ray.exceptions.RayError as error:
+            self._failure = f"{self._recipe and self._recipe.name} has died ({type(error).__name__})"
+
+    async def _keep_renewing(self) -> None:
+        while self._failure is None:
+            await asyncio.sleep(RENEW_SECONDS)
+            await self._renew_once()
+
+
+def find_actor(recipe_name: str) -> Any | None:
+    """Handle of the live actor of that full name, or None."""
+    try:
+        return ray.get_actor(recipe_name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+__all__ = ["ActorFailedError", "ActorOwner", "ActorRecipe", "Callable", "find_actor"]
