@@ -10,14 +10,15 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from engine_actor.executor import PAGE_SIZE, ExecutorInfo, Runner
+from engine_actor.build import EngineOptions, build_engine, model_length
+from engine_actor.executor import PAGE_SIZE, ExecutorInfo
 from engine_actor.loop import EngineLoop, StepOutcome
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
-from engine_actor.scheduler import Scheduler, SchedulerConfig
+from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
 from policies.tickets import EngineReport
 
@@ -44,15 +45,22 @@ class EngineNotReadyError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to build: a name, a way to make the runner, and the scheduler's limits.
-
-    `make_runner` is called in a thread of the actor's process and may take long (it loads the model).
-    """
+    """Which engine to build, under which name. `model` is the served model's id, for reports."""
 
     name: str
     model: str
-    make_runner: Callable[[], Runner]
-    scheduler: SchedulerConfig
+    options: EngineOptions
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """What gateways need to know. `max_model_len` bounds prompt and output together, in tokens."""
+
+    engine: str
+    engine_epoch: int
+    max_model_len: int
+    vocab_size: int
+    info: ExecutorInfo
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,6 @@ class Heartbeat:
     detail: str = ""
     running: int = 0
     waiting: int = 0
-    info: ExecutorInfo | None = None
 
 
 @dataclass
@@ -87,7 +94,7 @@ class EngineActor:
         self._started: asyncio.Task[None] | None = None
         self._engine_loop: EngineLoop | None = None
         self._scheduler: Scheduler | None = None
-        self._info: ExecutorInfo | None = None
+        self._description: EngineDescription | None = None
         self._stats = EngineStats(spec.name, self.epoch, spec.model)
         self._failure: str | None = None
         self._draining = False
@@ -124,12 +131,17 @@ class EngineActor:
             detail=detail,
             running=report.running if report else 0,
             waiting=report.waiting if report else 0,
-            info=self._info,
         )
 
     async def drain(self) -> None:
         """Take no further grants; live requests go on."""
         self._draining = True
+        if self._last_report is not None and self._report_queue is not None:
+            self._report_queue.put_nowait(replace(self._last_report, draining=True))
+
+    async def is_idle(self) -> bool:
+        """No request is live here."""
+        return not self._gateway_of
 
     async def release(self, owner: str) -> None:
         """The owner gives the engine up: it ends at once."""
@@ -140,13 +152,13 @@ class EngineActor:
         loop = asyncio.get_running_loop()
         loop.create_task(self._watch_leases())
         try:
-            runner = await asyncio.to_thread(self._spec.make_runner)
+            built = await asyncio.to_thread(build_engine, self._spec.options)
         except Exception as error:
             logger.exception("the engine could not start")
             self._failure = f"{type(error).__name__}: {error}"
             return
-        self._info = runner.info
-        self._scheduler = Scheduler(self._spec.scheduler, runner.num_pages, epoch=self.epoch)
+        runner = built.runner
+        self._scheduler = Scheduler(built.scheduler, runner.num_pages, epoch=self.epoch)
 
         def on_outcome(outcome: StepOutcome) -> None:
             report = self._observe(outcome)
@@ -156,6 +168,13 @@ class EngineActor:
             self._scheduler, runner, on_outcome, lambda error: loop.call_soon_threadsafe(self._fail, error)
         )
         self._last_report = self._report(())
+        self._description = EngineDescription(
+            engine=self._spec.name,
+            engine_epoch=self.epoch,
+            max_model_len=model_length(built.scheduler, runner.num_pages),
+            vocab_size=built.vocab_size,
+            info=runner.info,
+        )
         self._engine_loop.start()
         logger.info("engine %s is ready: %s", self._spec.name, runner.info)
 
@@ -189,6 +208,12 @@ class EngineActor:
                 if now - gateway.renewed_at > REQUEST_LEASE_SECONDS and not gateway.live:
                     gateway.outbox.put_nowait(None)
                     del self._gateways[name]
+
+    async def describe(self) -> EngineDescription:
+        """Raises EngineNotReadyError while the engine loads."""
+        if self._description is None:
+            raise EngineNotReadyError(f"engine {self._spec.name} is {self._state()[0]}")
+        return self._description
 
     # Requests -------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,10 @@ class RequestUsage:
 
 @dataclass(frozen=True)
 class StreamRow:
-    """New tokens of one request after one step. `finish_reason` set means it is the last row of the request."""
+    """New tokens of one request after one step. `finish_reason` set means it is the last row of the request.
+
+    `usage` comes with the first token and with the last row.
+    """
 
     request: str
     attempt: int

@@ -196,14 +196,15 @@ class Scheduler:
 
     def _append(self, sequence: SequenceState, token: int, now: float) -> StreamRow:
         sequence.token_ids.append(token)
-        if sequence.first_token_at is None:
+        is_first = sequence.first_token_at is None
+        if is_first:
             sequence.first_token_at = now
         self._charge(sequence, self._prices.cost(output=1))
         if token in sequence.request.sampling.stop_token_ids:
             return self._finish(sequence, now, "stop", token_ids=(token,))
         if sequence.output_tokens >= sequence.max_tokens:
             return self._finish(sequence, now, "length", token_ids=(token,))
-        return StreamRow(*sequence.key, token_ids=(token,))
+        return StreamRow(*sequence.key, token_ids=(token,), usage=sequence.usage() if is_first else None)
 
     def _finish(
         self,

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import pickle
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,21 +39,17 @@ class OwnedHeartbeat(Protocol):
 
 @dataclass(frozen=True)
 class ActorRecipe:
-    """How to make one named actor. `spec` is its constructor's only argument besides the digest of itself."""
+    """How to make one named actor: `spec` is the constructor's argument, `options` go to Ray."""
 
     name: str
     actor_class: type
     spec: Any
     options: dict[str, Any]
 
-    @property
-    def digest(self) -> str:
-        """Changes with the spec: an actor made from another one is replaced, not re-attached to."""
-        return hashlib.sha256(pickle.dumps(self.spec)).hexdigest()[:16]
 
-    @property
-    def full_name(self) -> str:
-        return f"{self.name}@{self.digest}"
+def versioned_name(base: str, settings: Any) -> str:
+    """A name that changes with the settings: an actor made from others is replaced, never re-attached to."""
+    return f"{base}@{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
 
 
 class ActorFailedError(RuntimeError):
@@ -113,13 +107,22 @@ class ActorOwner:
         actor, self._actor = self._actor, None
         try:
             await asyncio.wait_for(actor.release.remote(self._id), CALL_TIMEOUT_SECONDS)
-        except (ray.exceptions.RayError, TimeoutError, asyncio.TimeoutError):
+        except (ray.exceptions.RayError, asyncio.TimeoutError):
             pass  # the actor ends while it answers
 
-    async def drain(self) -> None:
-        """Ask the actor to finish what it has and take nothing new."""
-        if self._actor is not None:
-            await asyncio.wait_for(self._actor.drain.remote(), CALL_TIMEOUT_SECONDS)
+    async def drain_and_release(self, seconds: float) -> None:
+        """Let the actor finish what it has, for so long at most, and end it. It takes nothing new meanwhile."""
+        if self._actor is not None and self._failure is None:
+            try:
+                await asyncio.wait_for(self._drain(), seconds)
+            except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                logger.warning("%s did not drain: %s", self._recipe and self._recipe.name, type(error).__name__)
+        await self.release()
+
+    async def _drain(self) -> None:
+        await self._actor.drain.remote()
+        while not await self._actor.is_idle.remote():
+            await asyncio.sleep(_RETRY_SECONDS)
 
     @property
     def heartbeat(self) -> OwnedHeartbeat | None:
@@ -131,13 +134,13 @@ class ActorOwner:
         actor = (
             ray.remote(recipe.actor_class)
             .options(
-                name=recipe.full_name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **options
+                name=recipe.name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **options
             )
             .remote(recipe.spec)
         )
         try:
             heartbeat = await asyncio.wait_for(actor.renew.remote(self._id), 60.0)
-        except (ray.exceptions.RayError, TimeoutError, asyncio.TimeoutError) as error:
+        except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
             logger.warning("actor %s cannot be owned yet: %s", recipe.name, type(error).__name__)
             return False
         if not heartbeat.owned:
@@ -150,7 +153,7 @@ class ActorOwner:
             return
         try:
             self._heartbeat = await asyncio.wait_for(self._actor.renew.remote(self._id), CALL_TIMEOUT_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError):
+        except asyncio.TimeoutError:
             self._failure = f"{self._recipe and self._recipe.name} has not answered for {CALL_TIMEOUT_SECONDS:.0f} s"
         except ray.exceptions.RayError as error:
             self._failure = f"{self._recipe and self._recipe.name} has died ({type(error).__name__})"
@@ -161,12 +164,9 @@ class ActorOwner:
             await self._renew_once()
 
 
-def find_actor(recipe_name: str) -> Any | None:
-    """Handle of the live actor of that full name, or None."""
+def find_actor(name: str) -> Any | None:
+    """Handle of the live actor of that name, or None."""
     try:
-        return ray.get_actor(recipe_name, namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
-
-
-__all__ = ["ActorFailedError", "ActorOwner", "ActorRecipe", "Callable", "find_actor"]

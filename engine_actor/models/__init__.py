@@ -1,0 +1,1 @@
+"""Decoder definitions, one file per model family, over an attention backend."""

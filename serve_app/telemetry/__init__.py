@@ -1,0 +1,1 @@
+"""What happened, told outside: spans, metrics and the access log, made from plain records."""

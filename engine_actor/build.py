@@ -1,0 +1,114 @@
+"""From options to an engine: which runner, how many pages, which limits. Used by the actor and by benchmarks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from engine_actor.executor import PAGE_SIZE, Runner
+from engine_actor.scheduler import SchedulerConfig
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+DEFAULT_CUDA_KV_SHARE = 0.8
+STUB_PAGES = 4096
+STUB_MODEL_LEN = 8192
+STUB_VOCABULARY = 259  # 256 bytes and three control tokens
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may choose about one engine. None means the default of the device.
+
+    `engine` is "auto", "torch" or "stub"; `kv_pages` counts usable pages, `kv_bytes` is the alternative.
+    `max_model_len` None is the model's own context length. `threads` None takes every core given to the process.
+    """
+
+    source: str
+    revision: str | None = None
+    token: str | None = None
+    engine: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    kv_pages: int | None = None
+    kv_bytes: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 128
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 128
+    kv_cache_utilization_limit: float = 0.95
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """A runner with the limits that fit it."""
+
+    runner: Runner
+    scheduler: SchedulerConfig
+    vocab_size: int
+
+
+def build_engine(options: EngineOptions) -> BuiltEngine:
+    """Load the model and make the runner. Slow.
+
+    Raises LoadError when the model cannot be loaded, ValueError for options that do not fit it.
+    """
+    if options.engine == "stub":
+        from engine_actor.stub_runner import StubRunner
+
+        pages = options.kv_pages or STUB_PAGES
+        return BuiltEngine(StubRunner(pages + 1), _limits(options, STUB_MODEL_LEN), STUB_VOCABULARY)
+
+    import torch
+
+    from engine_actor.loading.checkpoint import load_checkpoint
+    from engine_actor.models.layers import packed_bfloat16_available
+    from engine_actor.runner import ModelRunner
+    from engine_actor.torch_executor import TorchExecutor
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" or packed_bfloat16_available() else "float32"
+    kv_bytes = options.kv_bytes
+    if options.kv_pages is None and kv_bytes is None:
+        kv_bytes = DEFAULT_CPU_KV_BYTES
+        if device == "cuda":
+            kv_bytes = int(DEFAULT_CUDA_KV_SHARE * torch.cuda.mem_get_info()[0])
+    checkpoint = load_checkpoint(options.source, options.revision, options.token)
+    executor = TorchExecutor(
+        checkpoint,
+        dtype=dtype,
+        num_pages=None if options.kv_pages is None else options.kv_pages + 1,
+        kv_memory_bytes=kv_bytes,
+        threads=options.threads or available_cores(),
+        device=device,
+    )
+    config = checkpoint.config
+    return BuiltEngine(
+        ModelRunner(executor), _limits(options, config.max_position_embeddings), config.vocab_size
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may run on; Ray's own thread setting is not asked."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _limits(options: EngineOptions, context_length: int) -> SchedulerConfig:
+    length = context_length if options.max_model_len is None else options.max_model_len
+    if length > context_length:
+        raise ValueError(f"max_model_len {length} is above the model's context length {context_length}")
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=length,
+        prefill_chunk_size=min(options.prefill_chunk_size, options.max_num_batched_tokens),
+        kv_cache_utilization_limit=options.kv_cache_utilization_limit,
+        prefix_caching=options.prefix_caching,
+    )
+
+
+def model_length(scheduler: SchedulerConfig, num_pages: int) -> int:
+    """Longest prompt and output together, in tokens, that an engine can hold."""
+    return min(scheduler.max_model_len, (num_pages - 1) * PAGE_SIZE)

@@ -1,0 +1,81 @@
+"""Choosing the next token of every row: greedy, or from the filtered distribution.
+
+A row's token depends on its own logits, parameters, seed and position alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine_actor.sampling.random import uniform
+from engine_actor.step import Bool, Float32, Int32, SamplingColumns
+
+# Nearly always the nucleus lies in this many tokens, and finding them costs a tenth of sorting the vocabulary.
+_NUCLEUS_CANDIDATES = 1024
+
+
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
+    """Token ids [S] for float32 logits [S, vocab], and whether each row's logits were all finite.
+
+    A row that is not finite gets token 0. Temperature is applied first, then top_k, then top_p on what is left;
+    tokens that tie with the last one kept are kept as well.
+    """
+    if logits.shape[0] == 0:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).cpu().numpy()
+    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
+    tokens[~finite] = 0
+    rows = np.flatnonzero(finite & (columns.temperature > 0))
+    if len(rows):
+        index = torch.from_numpy(rows).to(logits.device)
+        # Shifted before the division, so that no temperature can overflow.
+        shifted = logits[index] - highest[index, None]
+        scaled = shifted / torch.from_numpy(columns.temperature[rows]).to(logits.device)[:, None]
+        _filter(scaled, columns.top_k[rows], columns.top_p[rows])
+        tokens[rows] = _draw(scaled, uniform(columns.seed[rows], columns.position[rows]))
+    return tokens, finite
+
+
+def _draw(scaled: torch.Tensor, random: np.ndarray) -> Int32:
+    """Invert the cumulative distribution of softmax(scaled), maxima 0, at one random number a row."""
+    cumulative = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
+    target = torch.from_numpy(random).to(scaled.device)[:, None] * cumulative[:, -1:]
+    # right=True steps over tokens of probability 0: their cumulative value equals the one before.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].cpu().numpy().astype(np.int32)
+
+
+def _filter(scaled: torch.Tensor, top_k: Int32, top_p: Float32) -> None:
+    """Set what top_k and top_p exclude to -inf, in place."""
+    vocab = scaled.shape[-1]
+    limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
+    if len(limited):
+        index = torch.from_numpy(limited)
+        last = torch.from_numpy(top_k[limited].astype(np.int64))[:, None].to(scaled.device) - 1
+        values = scaled[index]
+        least = values.topk(int(top_k[limited].max())).values.gather(1, last)
+        scaled[index] = values.masked_fill_(values < least, -torch.inf)
+    nucleus = np.flatnonzero(top_p < 1)
+    if len(nucleus):
+        index = torch.from_numpy(nucleus)
+        values = scaled[index]
+        least = _least_in_nucleus(values, torch.from_numpy(top_p[nucleus]).to(scaled.device))
+        scaled[index] = values.masked_fill_(values < least, -torch.inf)
+
+
+def _least_in_nucleus(values: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the least value in the smallest set of likeliest tokens whose probability reaches top_p."""
+    needed = top_p.double()[:, None] * values.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+    def search(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        candidates = values[rows].topk(count).values
+        mass = candidates.exp().cumsum(dim=-1, dtype=torch.float64)
+        last = (mass < needed[rows]).sum(dim=-1, keepdim=True)
+        return candidates.gather(1, last.clamp(max=count - 1)), last[:, 0] >= count
+
+    least, unfinished = search(torch.arange(len(values)), min(_NUCLEUS_CANDIDATES, values.shape[-1]))
+    if unfinished.any():
+        wide = unfinished.nonzero()[:, 0]
+        least[wide] = search(wide, values.shape[-1])[0]
+    return least

@@ -1,0 +1,106 @@
+"""The torch executor: a decoder module over an attention backend."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import numpy as np
+import torch
+
+from engine_actor.attention.base import token_positions
+from engine_actor.attention.reference import ReferenceBackend
+from engine_actor.executor import PAGE_SIZE, Executor, ExecutorInfo
+from engine_actor.loading.checkpoint import Checkpoint
+from engine_actor.loading.config import ModelConfig
+from engine_actor.models.layers import packed_bfloat16_available
+from engine_actor.models.llama import LlamaModel
+from engine_actor.step import StepRecord
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchExecutor(Executor):
+    """Runs the model of a checkpoint with plain torch, over a KV pool of its own."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str = "bfloat16",
+        num_pages: int | None = None,
+        kv_memory_bytes: int | None = None,
+        threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Read the weights and allocate the KV pool.
+
+        The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`. `threads` is
+        the number of CPU threads, None for torch's choice. Raises ValueError for an unknown dtype or a pool without a
+        usable page.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
+        config = checkpoint.config
+        self.num_pages = _pool_pages(config, DTYPES[dtype], num_pages, kv_memory_bytes)
+        self._device = torch.device(device)
+        self._threads = threads or torch.get_num_threads()
+        self._thread: int | None = None
+        self._adopt_thread()
+        fallback_reason = None
+        if self._device.type == "cpu" and dtype == "float16":
+            warnings.warn("float16 on a CPU is slow, and overflows in models made in bfloat16", stacklevel=2)
+        if self._device.type == "cpu" and dtype == "bfloat16" and not packed_bfloat16_available():
+            fallback_reason = "oneDNN has no packed bfloat16 linear layers on this machine"
+        self._model = LlamaModel(checkpoint, DTYPES[dtype], self._device)
+        self._attention = ReferenceBackend(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_pages=self.num_pages,
+            dtype=DTYPES[dtype],
+            device=self._device,
+        )
+        self.info = ExecutorInfo(
+            executor="torch",
+            attention_backend=self._attention.name,
+            device=str(self._device),
+            dtype=dtype,
+            quantization="none",
+            threads=self._threads,
+            fallback_reason=fallback_reason,
+        )
+
+    @torch.inference_mode()
+    def execute(self, record: StepRecord) -> torch.Tensor:
+        self._adopt_thread()
+        last_token = record.token_indptr[1:][record.is_last_chunk] - 1
+        return self._model.forward(
+            token_ids=self._tensor(record.token_ids),
+            positions=self._tensor(token_positions(record)),
+            logit_tokens=self._tensor(last_token),
+            attention=self._attention,
+            metadata=self._attention.prepare(record),
+        )
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+    def _adopt_thread(self) -> None:
+        # The OpenMP thread count belongs to the calling thread, and the engine may build and run in different ones.
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._thread = threading.get_ident()
+
+
+def _pool_pages(
+    config: ModelConfig, dtype: torch.dtype, num_pages: int | None, kv_memory_bytes: int | None
+) -> int:
+    if (num_pages is None) == (kv_memory_bytes is None):
+        raise ValueError("give either num_pages or kv_memory_bytes")
+    if kv_memory_bytes is not None:
+        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        num_pages = kv_memory_bytes // (values * PAGE_SIZE * dtype.itemsize)
+    if num_pages is None or num_pages < 2:
+        raise ValueError("the KV pool has no usable page: it needs the dummy page and at least one more")
+    return num_pages

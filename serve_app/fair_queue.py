@@ -1,0 +1,217 @@
+"""The fair queue of one engine pool: a single actor that decides entry, and the deployment that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import serve
+
+from policies.fair_queue import FairQueue, QueuePolicy, TenantSnapshot
+from policies.tickets import Grant, Refusal, Ticket
+from serve_app.owner import ActorOwner, ActorRecipe, find_actor, versioned_name
+
+logger = logging.getLogger(__name__)
+
+OWNER_LEASE_SECONDS = 15.0
+_TICK_SECONDS = 0.1
+_RECONNECT_SECONDS = 0.25
+_ENGINE_SILENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class FairQueueSpec:
+    """A pool's queue: which engines it serves (actor names) and its limits. Times in milliseconds."""
+
+    model: str
+    engines: tuple[str, ...]
+    policy: QueuePolicy
+    max_queued_requests: int
+    max_queued_per_tenant: int
+    waiting_timeout_ms: float
+
+
+@dataclass(frozen=True)
+class QueueHeartbeat:
+    """State of a fair queue. `engines` are those that report now."""
+
+    queue_epoch: int
+    state: str
+    owned: bool
+    detail: str = ""
+    engines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QueueSnapshot:
+    """For metrics and readiness."""
+
+    queue_epoch: int
+    engines: tuple[str, ...]
+    queued: int
+    tenants: dict[str, TenantSnapshot] = field(default_factory=dict)
+
+
+class FairQueueActor:
+    """Holds waiting tickets (metadata only) and answers each with a grant or a refusal. One event loop, no threads.
+
+    A new one loses nothing: gateways still hold their tickets and ask again with their age, engines report
+    cumulative service.
+    """
+
+    def __init__(self, spec: FairQueueSpec) -> None:
+        self._spec = spec
+        self._queue = FairQueue(
+            queue_epoch=0,
+            policy=spec.policy,
+            max_queued_requests=spec.max_queued_requests,
+            max_queued_per_tenant=spec.max_queued_per_tenant,
+        )
+        self._answers: dict[tuple[str, int], asyncio.Future[Grant | Refusal]] = {}
+        self._engines: dict[str, float] = {}  # reporting engines and when they last did
+        self._owner: str | None = None
+        self._owner_renewed = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def renew(self, owner: str) -> QueueHeartbeat:
+        """Renew the owner's lease, or take over one that has lapsed. The first call starts the work."""
+        now = time.monotonic()
+        if self._owner in (None, owner) or now - self._owner_renewed > OWNER_LEASE_SECONDS / 2:
+            self._owner, self._owner_renewed = owner, now
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._tick())]
+            self._tasks += [asyncio.create_task(self._follow(name)) for name in self._spec.engines]
+        return QueueHeartbeat(
+            self._queue.queue_epoch, "ready", self._owner == owner, engines=tuple(sorted(self._engines))
+        )
+
+    async def release(self, owner: str) -> None:
+        if owner == self._owner:
+            os._exit(0)
+    async def enqueue(self, ticket: Ticket) -> Grant | Refusal:
+        """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time."""
+        key = (ticket.request, ticket.attempt)
+        refusal = self._queue.push(ticket, time.monotonic())
+        if refusal is not None:
+            return refusal
+        old = self._answers.get(key)
+        if old is not None and not old.done():
+            old.cancel()
+        answer: asyncio.Future[Grant | Refusal] = asyncio.get_running_loop().create_future()
+        self._answers[key] = answer
+        self._pump()
+        try:
+            return await answer
+        finally:
+            if self._answers.get(key) is answer:
+                del self._answers[key]
+
+    async def withdraw(self, request: str, attempt: int) -> None:
+        """The client of a ticket has gone, or its grant will not be used."""
+        self._queue.withdraw(request, attempt)
+        answer = self._answers.pop((request, attempt), None)
+        if answer is not None and not answer.done():
+            answer.set_result(Refusal(request, attempt, "cancelled", "the ticket was withdrawn"))
+        self._pump()
+
+    async def snapshot(self) -> QueueSnapshot:
+        return QueueSnapshot(
+            self._queue.queue_epoch, tuple(sorted(self._engines)), len(self._queue), self._queue.snapshot()
+        )
+
+    def _pump(self) -> None:
+        """Give out every grant that can be given now."""
+        while (grant := self._queue.next_grant(time.monotonic())) is not None:
+            answer = self._answers.get((grant.request, grant.attempt))
+            if answer is not None and not answer.done():
+                answer.set_result(grant)
+            else:
+                self._queue.withdraw(grant.request, grant.attempt)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            if now - self._owner_renewed > OWNER_LEASE_SECONDS:
+                logger.warning("nobody has owned the fair queue of %s for %.0f s: it ends", self._spec.model, OWNER_LEASE_SECONDS)
+                os._exit(0)
+            for ticket in self._queue.expire(now, self._spec.waiting_timeout_ms):
+                self._refuse(ticket)
+            for name, seen in list(self._engines.items()):
+                if now - seen > _ENGINE_SILENCE_SECONDS:
+                    self._lose(name)
+            self._pump()
+
+    def _refuse(self, ticket: Ticket) -> None:
+        answer = self._answers.get((ticket.request, ticket.attempt))
+        if answer is not None and not answer.done():
+            code = "queue_timeout" if self._engines else "engine_unavailable"
+            message = f"no engine could take the request within {self._spec.waiting_timeout_ms / 1000:.0f} s"
+            answer.set_result(Refusal(ticket.request, ticket.attempt, code, message, retry_after_ms=1000.0))
+
+    def _lose(self, name: str) -> None:
+        logger.warning("engine %s no longer reports", name)
+        self._engines.pop(name, None)
+        self._queue.forget_engine(name)
+
+    async def _follow(self, name: str) -> None:
+        """Read one engine's reports for ever, through its deaths and successors."""
+        while True:
+            try:
+                actor = find_actor(name)
+                if actor is not None:
+                    await self._read_reports(name, actor)
+            except ray.exceptions.RayError as error:
+                logger.info("reports of engine %s end: %s", name, type(error).__name__)
+            if name in self._engines:
+                self._lose(name)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    async def _read_reports(self, name: str, actor: Any) -> None:
+        # Claim an epoch above every one this engine knows, so that it listens to nobody else.
+        known = await actor.queue_epoch.remote()
+        self._queue.queue_epoch = max(self._queue.queue_epoch, known) + 1
+        reports = actor.reports.options(num_returns="streaming").remote(self._queue.queue_epoch)
+        async for reference in reports:
+            report = await reference
+            if name not in self._engines:
+                logger.info("engine %s (epoch %d) reports", name, report.engine_epoch)
+            self._engines[name] = time.monotonic()
+            self._queue.observe_report(report)
+            self._pump()
+
+
+class FairQueueOwner:
+    """Serve deployment: owns the fair queue of one pool, serves no requests itself."""
+
+    async def __init__(self, recipe: ActorRecipe) -> None:
+        self._owner = ActorOwner([recipe])
+        await self._owner.acquire()
+
+    async def check_health(self) -> None:
+        await self._owner.check_health()
+
+    async def __del__(self) -> None:
+        await self._owner.release()
+
+
+def fair_queue_recipe(spec: FairQueueSpec) -> ActorRecipe:
+    """The pool's queue actor; its name is the pool's, so that there is only one."""
+    return ActorRecipe(versioned_name(f"fair-queue/{spec.model}", spec), FairQueueActor, spec, {})
+
+
+def fair_queue_deployment(name: str) -> serve.Deployment:
+    return serve.deployment(FairQueueOwner).options(
+        name=name,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.1,
+    )

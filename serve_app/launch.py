@@ -1,0 +1,271 @@
+"""The front door: one config file served on one machine, in a Ray cluster of its own, until a signal says stop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from serve_app.ray_environment import install_haproxy, is_free, port_variables, ray_variables, set_defaults
+from serve_app.settings import ConfigError, ServeConfig, demo_key, load_config
+
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # prompts and tokens travel in messages: nothing large is stored
+_POLL_SECONDS = 0.1
+_STATUS_SECONDS = 1.0
+_LAST_SECONDS = 3.0  # for processes to end by themselves once all have been told to
+
+Echo = Callable[[str], None]
+
+
+class LaunchError(RuntimeError):
+    """The instance could not be started. The message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line sets over the config file."""
+
+    host: str | None = None
+    port: int | None = None
+    engine: str | None = None
+    policy: str | None = None
+
+
+def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
+    """Serve the config at `path` until SIGINT or SIGTERM, then let running requests end and stop.
+
+    SIGHUP reads the file again and deploys it: what is under `user_config` changes without a restart. A second
+    SIGINT or SIGTERM cuts running requests off. Raises ConfigError or LaunchError; no process is left behind.
+    """
+    root = Path(tempfile.mkdtemp(prefix="evenhand-", dir="/tmp"))  # not TMPDIR: sockets need a short path
+    logs = root / "ray" / "session_latest" / "logs"
+    set_defaults(ray_variables(root))  # before the config is checked, which imports Ray
+    try:
+        config = load_config(path).override(**asdict(overrides))
+        require_free(config.host, config.port)
+        set_defaults(port_variables(exclude=config.port))
+        install_haproxy(root)
+        _Instance(path, overrides, config, root, echo).run()
+    except ConfigError:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {first_cause(str(error))}"
+        if logs.exists():
+            raise LaunchError(f"{cause} (logs: {logs.resolve()})") from error
+        shutil.rmtree(root, ignore_errors=True)
+        raise LaunchError(cause) from error
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise LaunchError unless a server could listen there."""
+    try:
+        free = is_free(host, port)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    if not free:
+        raise LaunchError(f"{host}:{port} is in use; choose another port with --port")
+
+
+def base_url(config: ServeConfig) -> str:
+    """Where this machine reaches the instance."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}{config.route_prefix}"
+
+
+def ready_message(config: ServeConfig) -> str:
+    """`ready`, and a request to paste."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": config.settings.models[0].id, "messages": [question]})
+    key = demo_key(config.user_config.tenants) or "YOUR_KEY"
+    return (
+        f"ready: {base_url(config)}\n"
+        f"curl {base_url(config)}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def first_cause(message: str) -> str:
+    """The line of a message of Ray's, often with a traceback in it, that says what went wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if _names_an_exception(line)]
+    return (errors or lines or ["no reason given"])[-1]
+
+
+def _names_an_exception(line: str) -> bool:
+    name, colon, _ = line.partition(":")
+    return bool(colon) and " " not in name and name.split(".")[-1].endswith(("Error", "Exception", "Exit"))
+
+
+class _Instance:
+    """One run of the front door, from the free port to the last process."""
+
+    def __init__(self, path: Path, overrides: Overrides, config: ServeConfig, root: Path, echo: Echo) -> None:
+        self._path, self._overrides, self._config, self._root, self._echo = path, overrides, config, root, echo
+        self._own_args: dict[str, Any] = {"data_dir": str(config.settings.data_path(config.port))}
+        self._client: Any = None
+        self._ready = False
+
+    def run(self) -> None:
+        reload = threading.Event()
+        signal.signal(signal.SIGHUP, lambda *_: reload.set())
+        _on_stop(_interrupt)
+        processes: list[psutil.Process] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(_end, processes)
+            try:
+                self._echo(f"starting {', '.join(model.id for model in self._config.settings.models)}")
+                self._start_redis(stack)
+                stack.callback(self._stop_ray)
+                stack.callback(lambda: processes.extend(psutil.Process().children(recursive=True)))
+                self._start_ray()
+                self._start_serve()
+                self._deploy(self._config)
+                self._wait_until_ready()
+                self._ready = True
+                self._echo(ready_message(self._config))
+                while reload.wait():
+                    reload.clear()
+                    self._reload()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                _on_stop(functools.partial(_cut_off, self._root))
+            if self._ready:
+                self._echo("stopping once running requests have ended; Ctrl-C again cuts them off")
+                self._drain()
+
+    def _start_redis(self, stack: contextlib.ExitStack) -> None:
+        if self._config.settings.redis_url is None:
+            from tenancy.redis import EmbeddedRedis
+
+            redis = stack.enter_context(EmbeddedRedis(Path(self._own_args["data_dir"])))
+            self._own_args["redis_url"] = redis.url
+
+    def _start_ray(self) -> None:
+        import ray
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            _temp_dir=str(self._root / "ray"),
+        )
+        _on_stop(_interrupt)  # Ray has put a handler of its own in place
+
+    def _start_serve(self) -> None:
+        # As `serve run` does it: the public `serve.run` takes an application, not a config.
+        from ray.serve._private.api import serve_start
+        from ray.serve.config import gRPCOptions
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(self._config.document)
+        self._client = serve_start(
+            http_options=schema.http_options.model_dump(),
+            grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+            proxy_location=schema.proxy_location,
+            controller_options=schema.controller_options,
+        )
+
+    def _deploy(self, config: ServeConfig) -> None:
+        from ray.serve.schema import ServeDeploySchema
+
+        document = config.override(args=self._own_args).document
+        self._client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=False)
+
+    def _reload(self) -> None:
+        try:
+            self._deploy(load_config(self._path).override(**asdict(self._overrides)))
+            self._echo("config deployed again")
+        except ConfigError as error:
+            self._echo(f"config not deployed: {error}")
+
+    def _wait_until_ready(self) -> None:
+        """Until our own /health answers 200: HAProxy's port is open, and answers 404, long before."""
+        next_status = 0.0
+        while not _answers(f"{base_url(self._config)}/health"):
+            if time.monotonic() >= next_status:
+                self._raise_if_failed()
+                next_status = time.monotonic() + _STATUS_SECONDS
+            time.sleep(_POLL_SECONDS)
+
+    def _raise_if_failed(self) -> None:
+        from ray import serve
+
+        for name, application in serve.status().applications.items():
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                messages = [d.message for d in application.deployments.values() if d.status == application.status]
+                message = "\n".join([application.message, *messages])
+                raise LaunchError(f"{name} could not be started: {first_cause(message)}")
+
+    def _drain(self) -> None:
+        """Serve's own drain: the route goes first, then each replica when its requests have ended."""
+        from ray import serve
+
+        self._client.delete_apps(list(serve.status().applications), blocking=False)
+        while serve.status().applications:
+            time.sleep(_POLL_SECONDS)
+
+    def _stop_ray(self) -> None:
+        import ray
+        from ray import serve
+
+        # Ray reports the end of actors that it was told to end as failures.
+        with contextlib.redirect_stderr(io.StringIO()):
+            if self._ready:
+                serve.shutdown()
+            ray.shutdown()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _on_stop(handler: Callable[..., None]) -> None:
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _cut_off(root: Path, *_: object) -> None:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    shutil.rmtree(root, ignore_errors=True)
+    os._exit(130)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Kill those that are still there after a last wait."""
+    _, alive = psutil.wait_procs(processes, timeout=_LAST_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

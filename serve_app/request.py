@@ -1,0 +1,372 @@
+"""The life of one inference request, in order:
+
+1 key -> tenant · 2 validate, render, tokenise · 3 reserve quota · 4 wait for entry · 5 submit ·
+6, 7 the engine steps and sends · 8 text and answer · 9 settle, record.
+
+A request can end anywhere. Whatever happens, the engine stops working for it, its hold is settled or voided, and it
+is recorded exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from engine_actor.request import EngineRequest, RequestUsage, SamplingParams
+from policies.tickets import Grant, Refusal, Ticket
+from serve_app.api.endpoints import ParsedRequest
+from serve_app.api.errors import ApiError
+from serve_app.api.responses import SSE_DONE, ApiFinishReason, Choice, Usage, sse
+from serve_app.channel import EngineChannel, EngineLostError, GrantVoidError, Mailbox
+from serve_app.connection import Connection
+from serve_app.pool import ModelPool, QueueGoneError
+from serve_app.telemetry.records import EngineTimings, RequestRecord
+from serve_app.text.text_stream import TextStream
+from tenancy.models import Tenant
+from tenancy.quota import Hold, QuotaRefusal, QuotaStore, QuotaUnavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNS = 2
+"""Times a request is given to an engine: once more when it was lost before a byte was sent."""
+
+HEARTBEAT_SECONDS = 15.0
+_LAST_ROWS_SECONDS = 2.0
+_ASK_AGAIN_SECONDS = 0.05
+
+
+@dataclass
+class Sequence:
+    """One choice of the answer: its prompt, and what has come of it so far."""
+
+    index: int
+    prompt: list[int]
+    stream: TextStream
+    text: list[str] = field(default_factory=list)
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    finish_reason: str | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated, those after a stop string excepted."""
+        return self.stream.tokens
+
+    def restart(self, stream: TextStream) -> None:
+        """Forget a run that was lost. Its tokens were never sent."""
+        self.stream, self.text = stream, []
+        self.usage, self.finish_reason = RequestUsage(), None
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """New text of one choice after one step; `finish_reason` with its last."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class RequestLife:
+    """Steps 2 to 9 of one authenticated request."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        tenant: Tenant,
+        pool: ModelPool,
+        quota: QuotaStore,
+        namespace: str,
+        parsed: ParsedRequest,
+        waiting_timeout_seconds: float,
+    ) -> None:
+        self.record = record
+        self.id = uuid.uuid4().hex
+        self._tenant = tenant
+        self._pool = pool
+        self._quota = quota
+        self._namespace = namespace
+        self._parsed = parsed
+        self._waiting_timeout = waiting_timeout_seconds
+        self.headers: dict[str, str] = {}
+        """Response headers, for an answer and for an error alike."""
+        self._hold: Hold | None = None
+        self._channel: EngineChannel | None = None
+        self._mailbox: Mailbox | None = None
+        self._sequences = [
+            Sequence(index, prompt, self._text_stream()) for index, prompt in enumerate(self._expand())
+        ]
+        record.sequences = len(self._sequences)
+        record.stream = parsed.stream
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended by itself."""
+        return all(sequence.finish_reason is not None for sequence in self._sequences)
+
+    @property
+    def hold(self) -> Hold | None:
+        """The live reservation, for lease renewal."""
+        return self._hold
+
+    def usage(self) -> Usage:
+        """Tokens used so far, as the API reports them: each prompt counts once, however many choices it has."""
+        n = self._parsed.n
+        prompts = self._sequences[::n]
+        return Usage(
+            prompt_tokens=sum(len(sequence.prompt) for sequence in prompts),
+            completion_tokens=sum(sequence.output_tokens for sequence in self._sequences),
+            cached_tokens=sum(sequence.usage.cached_input for sequence in prompts),
+        )
+
+    async def reserve(self) -> None:
+        """Step 3. Raises ApiError 429 or 503; then nothing has been taken."""
+        try:
+            outcome = await self._quota.reserve(self._tenant, self.id, slots=len(self._sequences))
+        except QuotaUnavailable:
+            raise ApiError("quota_store_unavailable", "The quota store does not answer. Try again shortly.") from None
+        self.record.reserved_ms = self.record.now_ms()
+        if outcome.rate is not None:
+            self.headers["x-ratelimit-limit-requests"] = str(outcome.rate.limit)
+            self.headers["x-ratelimit-remaining-requests"] = str(outcome.rate.remaining)
+            self.headers["x-ratelimit-reset-requests"] = f"{outcome.rate.reset_ms / 1000:g}s"
+        if isinstance(outcome, QuotaRefusal):
+            unit = "requests per minute" if outcome.limit_name == "requests_per_minute" else "concurrent requests"
+            raise ApiError(
+                outcome.code,
+                f"This tenant's limit of {outcome.limit} {unit} has been reached.",
+                retry_after_ms=outcome.retry_after_ms,
+            )
+        self._hold = outcome
+
+    async def respond(self, connection: Connection) -> None:
+        """Steps 4 to 8. The status line is withheld until the grant. Raises ApiError."""
+        if self._parsed.stream:
+            await self._stream_answer(connection)
+        else:
+            await self._whole_answer(connection)
+
+    async def _whole_answer(self, connection: Connection) -> None:
+        async for _ in self._events(on_grant=None):
+            pass
+        choices = [
+            Choice(sequence.index, "".join(sequence.text), _api_reason(sequence.finish_reason))
+            for sequence in self._sequences
+        ]
+        await connection.send_json(200, self._parsed.builder.full(choices, self.usage()), self.headers)
+
+    async def _stream_answer(self, connection: Connection) -> None:
+        builder = self._parsed.builder
+        started: set[int] = set()
+
+        async def on_grant() -> None:
+            if connection.status is None:
+                await connection.start_stream(self.headers)
+
+        async for events in self._events(on_grant):
+            if not events:
+                await connection.send_event(b": heartbeat\n\n")
+                continue
+            chunks: list[bytes] = []
+            for event in events:
+                if event.index not in started:
+                    started.add(event.index)
+                    first = builder.first(event.index)
+                    if first is not None:
+                        chunks.append(sse(first))
+                if event.text:
+                    chunks.append(sse(builder.delta(event.index, event.text)))
+                if event.finish_reason is not None:
+                    chunks.append(sse(builder.finish(event.index, _api_reason(event.finish_reason))))
+            if chunks:
+                await connection.send_event(b"".join(chunks))
+        tail = sse(builder.usage_chunk(self.usage())) if builder.include_usage else b""
+        await connection.send_event(tail + SSE_DONE)
+        await connection.end_stream()
+
+    async def _events(self, on_grant: Callable[[], Awaitable[None]] | None) -> AsyncIterator[list[TextEvent]]:
+        """Text as it comes, an empty list as a heartbeat. Runs the request again once if nothing was sent yet."""
+        asked_at = time.monotonic()
+        sent = False
+        runs = 0
+        while True:
+            self.record.attempts += 1
+            grant = await self._enter(asked_at)
+            if on_grant is not None:
+                await on_grant()
+            runs += 1
+            try:
+                await self._submit(grant)
+                async for events in self._receive():
+                    sent = sent or bool(events)
+                    yield events
+                return
+            except GrantVoidError:
+                runs -= 1  # the engine never had it
+                await asyncio.sleep(_ASK_AGAIN_SECONDS)
+            except EngineLostError:
+                if sent or runs >= MAX_RUNS:
+                    raise ApiError("engine_unavailable", "The engine was lost while it answered this request.") from None
+                logger.info("request %s is run again: its engine was lost", self.id)
+                for sequence in self._sequences:
+                    sequence.restart(self._text_stream())
+
+    async def _enter(self, asked_at: float) -> Grant:
+        """Step 4: wait for this tenant's turn."""
+        n_in = sum(len(sequence.prompt) for sequence in self._sequences)
+        predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
+        ticket = Ticket(
+            request=self.id,
+            attempt=self.record.attempts,
+            tenant=self._tenant.id,
+            weight=self._tenant.weight,
+            input_tokens=n_in,
+            predicted_output_tokens=predicted * len(self._sequences),
+            sequences=len(self._sequences),
+        )
+        self.record.enqueued_ms = self.record.now_ms()
+        try:
+            answer = await self._pool.ask_for_entry(ticket, asked_at, self._waiting_timeout)
+        except QueueGoneError:
+            raise ApiError("engine_unavailable", "No engine is available. Try again shortly.") from None
+        except BaseException:
+            self._pool.withdraw(ticket)
+            raise
+        if isinstance(answer, Refusal):
+            raise ApiError(answer.code, _sentence(answer.message), retry_after_ms=answer.retry_after_ms)
+        self.record.granted_ms = self.record.now_ms()
+        return answer
+
+    async def _submit(self, grant: Grant) -> None:
+        """Step 5: hand the token ids to the engine that the grant names."""
+        channel = self._channel = self._pool.channels[grant.engine]
+        self._mailbox = None
+        predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
+        requests = [
+            EngineRequest(
+                request=f"{self.id}/{sequence.index}",
+                attempt=grant.attempt,
+                ticket=self.id,
+                tenant=self._tenant.id,
+                prompt_token_ids=sequence.prompt,
+                sampling=self._sampling(sequence.index),
+                namespace=self._namespace,
+                weight=self._tenant.weight,
+                predicted_output_tokens=predicted,
+                queue_epoch=grant.queue_epoch,
+            )
+            for sequence in self._sequences
+        ]
+        self._mailbox = await channel.submit(requests, grant.attempt, grant.engine_epoch)
+        self.record.engine = grant.engine
+        self.record.submitted_ms = self.record.now_ms()
+
+    async def _receive(self) -> AsyncIterator[list[TextEvent]]:
+        """Steps 6 to 8: turn the rows of each step into text."""
+        assert self._mailbox is not None and self._channel is not None
+        while not self.complete:
+            try:
+                delivery = await asyncio.wait_for(self._mailbox.get(), HEARTBEAT_SECONDS)
+            except asyncio.TimeoutError:
+                yield []
+                continue
+            events: list[TextEvent] = []
+            for row in delivery.rows:
+                sequence = self._sequences[int(row.request.rpartition("/")[2])]
+                if sequence.finish_reason is not None:
+                    continue
+                if row.usage is not None:
+                    sequence.usage = row.usage
+                if row.timings is not None:
+                    self.record.engine_timings.append(
+                        EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
+                    )
+                if row.finish_reason == "error":
+                    raise ApiError("internal_error", "The engine could not compute this request.")
+                if row.finish_reason == "abort":
+                    raise EngineLostError("the engine gave the request up")
+                text, stopped = sequence.stream.feed(row.token_ids)
+                if row.finish_reason is None and stopped:
+                    self._channel.abort([(row.request, row.attempt)])
+                elif row.finish_reason is not None:
+                    text += sequence.stream.finish()
+                reason = "stop" if sequence.stream.stopped else row.finish_reason
+                if text:
+                    sequence.text.append(text)
+                sequence.finish_reason = reason
+                if row.token_ids:
+                    self.record.token_sent(self.record.now_ms(), sequence.index)
+                if text or reason is not None:
+                    events.append(TextEvent(sequence.index, text, reason))
+            if events:
+                yield events
+
+    # Step 9 -----------------------------------------------------------------------------------------------------
+
+    async def finish(self, *, used: bool) -> None:
+        """End the engine's work, settle what was used (or void the hold), and add the usage to the record."""
+        if self._mailbox is not None and self._channel is not None:
+            if not self.complete:
+                await self._stop_engine()
+            self._channel.close(self._mailbox)
+        if self.complete:
+            for sequence in self._sequences:
+                self._pool.output_length.observe(self._tenant.id, sequence.output_tokens)
+        self.record.usage = RequestUsage(
+            computed_input=sum(s.usage.computed_input for s in self._sequences),
+            cached_input=sum(s.usage.cached_input for s in self._sequences),
+            output=sum(s.output_tokens for s in self._sequences),
+        )
+        self.record.finish_reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            await (self._quota.settle(hold) if used else self._quota.void(hold))
+
+    async def _stop_engine(self) -> None:
+        """Abort what is left and wait shortly for the last rows: they tell what was really computed."""
+        assert self._mailbox is not None and self._channel is not None
+        self._channel.abort([(f"{self.id}/{s.index}", self._mailbox.attempt) for s in self._sequences])
+        waiting = {s.index for s in self._sequences if s.finish_reason is None}
+        deadline = time.monotonic() + _LAST_ROWS_SECONDS
+        try:
+            while waiting:
+                delivery = await asyncio.wait_for(self._mailbox.get(), max(0.0, deadline - time.monotonic()))
+                for row in delivery.rows:
+                    sequence = self._sequences[int(row.request.rpartition("/")[2])]
+                    if sequence.finish_reason is None:
+                        sequence.stream.feed(row.token_ids)
+                        sequence.usage = row.usage or sequence.usage
+                    if row.timings is not None:
+                        self.record.engine_timings.append(
+                            EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
+                        )
+                    if row.finish_reason is not None:
+                        waiting.discard(sequence.index)
+        except (asyncio.TimeoutError, EngineLostError):
+            logger.info("request %s: the engine gave no account of what it computed", self.id)
+
+    # Helpers ----------------------------------------------------------------------------------------------------
+
+    def _expand(self) -> list[list[int]]:
+        return [prompt for prompt in self._parsed.prompts for _ in range(self._parsed.n)]
+
+    def _text_stream(self) -> TextStream:
+        return self._pool.text.stream(self._parsed.stop)
+
+    def _sampling(self, index: int) -> SamplingParams:
+        """The parameters of one choice: with a seed given, each choice of a prompt has its own."""
+        sampling = self._parsed.sampling
+        if sampling.seed is None:
+            return sampling
+        return replace(sampling, seed=sampling.seed + index % self._parsed.n)
+
+
+def _api_reason(reason: str | None) -> ApiFinishReason:
+    return "length" if reason == "length" else "stop"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."

@@ -1,0 +1,364 @@
+"""The config file: Ray Serve's schema, with our settings under `args` and the Gateway's `user_config`.
+
+`args` is what needs a restart, since Serve hashes it into the code version of every deployment; `user_config` is
+what reloads without one. Unknown keys are refused at every level, also where Ray itself would drop them.
+"""
+
+from __future__ import annotations
+
+import copy
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from serve_app.config_errors import ConfigError, Loc, describe, describe_unknown, format_path, unknown_keys
+from tenancy.models import Tenant, check_unambiguous
+
+APP_IMPORT_PATH = "serve_app.app:build"
+GATEWAY_DEPLOYMENT = "Gateway"
+
+Policy = Literal["vtc", "fcfs"]
+EngineKind = Literal["auto", "torch", "stub"]
+
+_DEMO_KEY = re.compile(r"eh_\w+_demo")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_Count = Annotated[int, Field(ge=1)]
+_ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
+
+
+class _Settings(BaseModel):
+    # strict: a quoted number or a "yes" is a mistake in a file written by hand.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class KvCacheSettings(_Settings):
+    """Size of an engine's KV pool: `pages` or `memory_gb` (GiB), or neither for what suits the device."""
+
+    page_size: Literal[16] = 16
+    pages: Annotated[int, Field(ge=2)] | None = None
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one_size(self) -> KvCacheSettings:
+        if self.pages is not None and self.memory_gb is not None:
+            raise ValueError("pages and memory_gb cannot both be set")
+        return self
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Scheduler settings with the device's defaults filled in. `max_model_len` None is the model's own."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    prefill_chunk_size: int
+    kv_cache_utilization_limit: float
+    waiting_timeout_ms: int
+    policy: Policy
+
+
+class SchedulerSettings(_Settings):
+    """Limits of one engine's scheduler and the order of its fair queue. None means the device's default."""
+
+    max_num_seqs: _Count | None = None
+    max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
+    max_model_len: _Count | None = None
+    prefill_chunk_size: _Count | None = None
+    kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
+    waiting_timeout_ms: _Count | None = None
+    policy: Policy = "vtc"
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
+        """The limits on `device`. On a CPU a small token budget costs little and bounds the gaps between tokens."""
+        tokens = self.max_num_batched_tokens or (128 if device == "cpu" else 2048)
+        return SchedulerLimits(
+            max_num_seqs=self.max_num_seqs or (32 if device == "cpu" else 256),
+            max_num_batched_tokens=tokens,
+            max_model_len=self.max_model_len,
+            prefill_chunk_size=min(self.prefill_chunk_size or tokens, tokens),
+            kv_cache_utilization_limit=self.kv_cache_utilization_limit,
+            waiting_timeout_ms=self.waiting_timeout_ms or (60_000 if device == "cpu" else 30_000),
+            policy=self.policy,
+        )
+
+
+class ModelSettings(_Settings):
+    """One base model and the pool of engines that serves it.
+
+    `source` is `package:NAME` (an installed package that carries a GGUF file), a local directory, a `.gguf` file
+    or a hub id. `token` is for the hub; the environment's HF_TOKEN is the better place for it. `threads` None lets
+    the engine choose.
+    """
+
+    id: _ModelName
+    aliases: list[_ModelName] = []
+    source: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    token: str | None = Field(default=None, repr=False)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none"] = "none"
+    engine: EngineKind = "auto"
+    engines: _Count = 1
+    tensor_parallel: Literal[1] = 1
+    attention: Literal["auto", "reference"] = "auto"
+    threads: _Count | None = None
+    kv_cache: KvCacheSettings = KvCacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+
+class GatewaySettings(_Settings):
+    """Caps of one gateway process: requests waiting for a grant, and bytes of one request body."""
+
+    max_queued_requests: _Count = 1024
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+
+
+class TracingSettings(_Settings):
+    """Where spans go. `endpoint` (OTLP over HTTP) None is what OpenTelemetry's environment variables say."""
+
+    exporter: Literal["none", "otlp", "file"] = "none"
+    endpoint: str | None = None
+    path: str | None = None
+    sampling_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _file_has_path(self) -> TracingSettings:
+        if self.exporter == "file" and self.path is None:
+            raise ValueError("exporter 'file' needs a path")
+        return self
+
+
+class TelemetrySettings(_Settings):
+    """Spans and the access log (one JSON line per request)."""
+
+    tracing: TracingSettings = TracingSettings()
+    access_log: bool = True
+
+
+class AppSettings(_Settings):
+    """`applications[].args`: what needs a restart.
+
+    `redis_url` None runs an embedded Redis below `data_dir`; `data_dir` None is `var/<HTTP port>` below the
+    working directory, so that two instances never share one.
+    """
+
+    models: Annotated[list[ModelSettings], Field(min_length=1)]
+    gateway: GatewaySettings = GatewaySettings()
+    redis_url: str | None = Field(default=None, repr=False)
+    data_dir: Annotated[str, Field(min_length=1)] | None = None
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(_REDIS_SCHEMES):
+            raise ValueError(
+                f"the value given is not allowed; allowed: {', '.join(_REDIS_SCHEMES)} URLs or null"
+            )
+        return url
+
+    @field_validator("models")
+    @classmethod
+    def _names_unique(cls, models: list[ModelSettings]) -> list[ModelSettings]:
+        seen: set[str] = set()
+        for name in (name for model in models for name in (model.id, *model.aliases)):
+            if name in seen:
+                raise ValueError(f"two models are named {name!r}; ids and aliases must be unique")
+            seen.add(name)
+        return models
+
+    def data_path(self, port: int) -> Path:
+        """The data directory of the instance that listens on `port`, absolute."""
+        return Path(self.data_dir or f"var/{port}").expanduser().resolve()
+
+
+class UserConfig(_Settings):
+    """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set."""
+
+    tenants: list[Tenant] = []
+
+    @field_validator("tenants")
+    @classmethod
+    def _unambiguous(cls, tenants: list[Tenant]) -> list[Tenant]:
+        check_unambiguous(tenants)
+        return tenants
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A checked config file. `document` is the whole of it as plain data, in Ray Serve's schema."""
+
+    name: str
+    document: dict[str, Any]
+    application: int
+    settings: AppSettings
+    user_config: UserConfig
+    host: str
+    port: int
+
+    def override(
+        self,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        engine: str | None = None,
+        policy: str | None = None,
+        args: dict[str, Any] | None = None,
+    ) -> ServeConfig:
+        """The config with some values replaced, checked again as a whole.
+
+        `engine` and `policy` go to every model; `args` are further keys of our settings. Raises ConfigError.
+        """
+        document = copy.deepcopy(self.document)
+        http = document.setdefault("http_options", {})
+        http.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
+        app_args = document["applications"][self.application]["args"]
+        app_args.update(args or {})
+        for model in app_args["models"]:
+            if engine is not None:
+                model["engine"] = engine
+            if policy is not None:
+                model["scheduler"] = {**model.get("scheduler", {}), "policy": policy}
+        return check_document(document, self.name)
+
+    @property
+    def application_name(self) -> str:
+        """What Serve calls our application."""
+        return str(self.document["applications"][self.application].get("name", "default"))
+
+    @property
+    def route_prefix(self) -> str:
+        """What every path of the API begins with; empty for the usual `/`."""
+        return str(self.document["applications"][self.application].get("route_prefix") or "/").rstrip("/")
+
+
+def load_config(path: str | Path) -> ServeConfig:
+    """Read and check a whole config file. Raises ConfigError with one line for the first mistake."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        document = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    return check_document(document, str(path))
+
+
+def check_document(document: Any, name: str) -> ServeConfig:
+    """Check a config already read. `name` is what errors call it. Raises ConfigError."""
+    from ray.serve.schema import ServeDeploySchema  # seconds to import: `--help` must not pay for it
+
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{name}: a mapping is expected; allowed: {', '.join(ServeDeploySchema.model_fields)}"
+        )
+    for loc, allowed in unknown_keys(document, ServeDeploySchema):
+        raise ConfigError(f"{name}: {format_path(loc)}: {describe_unknown(loc[-1], allowed)}")
+    try:
+        schema = ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error, ServeDeploySchema, document)}") from None
+
+    ours = [i for i, app in enumerate(schema.applications) if app.import_path == APP_IMPORT_PATH]
+    if len(ours) != 1:
+        raise ConfigError(
+            f"{name}: applications: {len(ours)} with import_path {APP_IMPORT_PATH}; allowed: exactly one"
+        )
+    place: Loc = ("applications", ours[0])
+    application = document["applications"][ours[0]]
+    settings = parse_args(application.get("args", {}), (*place, "args"), name)
+    user_config = UserConfig()
+    for index, deployment in enumerate(application.get("deployments", [])):
+        raw = deployment.get("user_config")
+        where = (*place, "deployments", index, "user_config")
+        if raw is None:
+            continue
+        if deployment["name"] != GATEWAY_DEPLOYMENT:
+            raise ConfigError(f"{name}: {format_path(where)}: only {GATEWAY_DEPLOYMENT} takes a user_config")
+        user_config = parse_user_config(raw, where, name)
+
+    host, port = schema.http_options.host, schema.http_options.port
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"{name}: http_options.port: {port} is not allowed; allowed: 1 to 65535")
+    try:
+        refuse_demo_keys(user_config.tenants, host)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return ServeConfig(name, document, ours[0], settings, user_config, host, port)
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def parse_args(data: Any, where: Loc = ("args",), name: str = "config") -> AppSettings:
+    """`args` as settings. Raises ConfigError."""
+    return _parse(AppSettings, data, where, name)
+
+
+def parse_user_config(data: Any, where: Loc = ("user_config",), name: str = "config") -> UserConfig:
+    """A Gateway's `user_config`. Raises ConfigError."""
+    return _parse(UserConfig, data, where, name)
+
+
+def _parse(model: type[_M], data: Any, where: Loc, name: str) -> _M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error, model, data, where)}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def demo_key(tenants: Iterable[Tenant]) -> str | None:
+    """The first key that everybody knows, if there is one: a demo tenant's, or one that looks like it."""
+    for tenant in tenants:
+        for key in (secret.get_secret_value() for secret in tenant.api_keys):
+            if tenant.demo or _DEMO_KEY.fullmatch(key):
+                return key
+    return None
+
+
+def refuse_demo_keys(tenants: Iterable[Tenant], host: str) -> None:
+    """Raise ConfigError if there is a demo key and other machines can reach `host`."""
+    if not is_loopback(host) and demo_key(tenants) is not None:
+        raise ConfigError(
+            f"http_options.host: {host!r} is not allowed while a tenant has a demo key; "
+            "allowed: 127.0.0.1, ::1, localhost"
+        )
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence; a config file must not."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.composer.ComposerError(
+                    None, None, f"key {key.value!r} is given twice", key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return node

@@ -1,0 +1,144 @@
+"""Engine statistics as Prometheus metric families: the newest snapshot of each engine, at scrape time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import UnknownMetricFamily
+from prometheus_client.registry import Collector
+
+from engine_actor.stats import EngineStatsSnapshot, Histogram, HistogramSnapshot
+
+STALE_AFTER_S = 30.0
+"""An engine that sent no snapshot for so long is not shown: better no series than a frozen one."""
+
+LABELS = ("engine", "model")
+
+HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStatsSnapshot], HistogramSnapshot]]] = {
+    "scheduler_iteration_latency_seconds": (
+        "Duration of one engine iteration, scheduling included.",
+        lambda s: s.iteration_seconds,
+    ),
+    "prefill_chunk_size_tokens": (
+        "Tokens of each prompt chunk computed in one iteration.",
+        lambda s: s.prefill_chunk_tokens,
+    ),
+    "decode_batch_size_requests": (
+        "Sequences that decoded in one iteration, of those with any.",
+        lambda s: s.decode_batch_requests,
+    ),
+}
+
+GAUGES: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {
+    "kv_cache_page_free_pages": ("KV pages that hold nothing.", lambda s: s.free_pages),
+    "kv_cache_page_evictable_pages": (
+        "KV pages of cached prefixes nobody uses.",
+        lambda s: s.evictable_pages,
+    ),
+    "kv_cache_page_total_pages": ("KV pages in the pool.", lambda s: s.total_pages),
+    "prefix_cache_hit_rate": (
+        "Share of input tokens found in the prefix cache since the engine started.",
+        lambda s: s.prefix_cache_hit_rate,
+    ),
+    "num_requests_running": ("Sequences in the running set of the engine.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences the engine holds that are not running.", lambda s: s.waiting),
+}
+
+COUNTERS: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {
+    "prefix_cache_hit_tokens": ("Input tokens found in the prefix cache.", lambda s: s.cached_input_tokens),
+    "prefix_cache_miss_tokens": ("Input tokens that had to be computed.", lambda s: s.computed_input_tokens),
+    "kv_cache_page_reclaimed_pages": (
+        "KV pages taken back from cached prefixes.",
+        lambda s: s.reclaimed_pages,
+    ),
+    "engine_preemptions": ("Sequences put back to be computed again later.", lambda s: s.preemptions),
+    "engine_iterations": ("Engine iterations.", lambda s: s.steps),
+    "engine_scheduler_seconds": ("Time spent scheduling.", lambda s: s.scheduler_seconds),
+    "engine_model_seconds": ("Time spent in the executor and sampler.", lambda s: s.model_seconds),
+}
+"""The exposition appends _total."""
+
+
+@dataclass(frozen=True)
+class _Received:
+    snapshot: EngineStatsSnapshot
+    at: float
+
+
+class EngineMetrics(Collector):
+    """Keeps the newest snapshot per engine. Register it with a CollectorRegistry."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives monotonic seconds."""
+        self._clock = clock
+        self._received: dict[str, _Received] = {}
+
+    def update(self, snapshot: EngineStatsSnapshot) -> None:
+        """Take a snapshot; one of an older epoch than known, or out of order, is ignored."""
+        known = self._received.get(snapshot.engine)
+        if known is not None:
+            before = known.snapshot
+            if (snapshot.engine_epoch, snapshot.steps) < (before.engine_epoch, before.steps):
+                return
+        self._received[snapshot.engine] = _Received(snapshot, self._clock())
+
+    def remove(self, engine: str) -> None:
+        """Forget an engine that is gone."""
+        self._received.pop(engine, None)
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._clock()
+        for engine, received in list(self._received.items()):
+            if now - received.at > STALE_AFTER_S:
+                self.remove(engine)
+        live = list(self._received.values())
+        rows = [((r.snapshot.engine, r.snapshot.model), r.snapshot) for r in live]
+        for name, (help_text, histogram) in HISTOGRAMS.items():
+            yield histogram_family(name, help_text, LABELS, [(labels, histogram(s)) for labels, s in rows])
+        for name, (help_text, value) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
+            for labels, snapshot in rows:
+                gauge.add_metric(labels, value(snapshot))
+            yield gauge
+        for name, (help_text, value) in COUNTERS.items():
+            counter = CounterMetricFamily(name, help_text, labels=LABELS)
+            for labels, snapshot in rows:
+                counter.add_metric(labels, value(snapshot))
+            yield counter
+        # A counter family would be named ..._count_total. Untyped keeps the name and makes no false claim.
+        recomputed = UnknownMetricFamily(
+            "chunked_prefill_recompute_count",
+            "Prefill chunks computed again after preemption, lost pages or a failed hand-over. Only goes up.",
+            labels=LABELS,
+        )
+        age = GaugeMetricFamily(
+            "engine_last_iteration_age_seconds", "Time since the last iteration ended.", labels=LABELS
+        )
+        for received, (labels, snapshot) in zip(live, rows, strict=True):
+            recomputed.add_metric(labels, snapshot.recomputed_chunks)
+            if snapshot.last_step_age_s is not None:
+                age.add_metric(labels, snapshot.last_step_age_s + now - received.at)
+        yield recomputed
+        yield age
+
+
+def histogram_family(
+    name: str,
+    help_text: str,
+    labels: tuple[str, ...],
+    rows: Iterable[tuple[tuple[str, ...], Histogram | HistogramSnapshot]],
+) -> HistogramMetricFamily:
+    """Plain histograms, one per label values, as one family with cumulative buckets."""
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    for values, histogram in rows:
+        buckets: list[tuple[str, float]] = []
+        cumulative = 0
+        for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
+            cumulative += count
+            buckets.append((str(float(bound)), cumulative))
+        buckets.append(("+Inf", cumulative + histogram.counts[-1]))
+        family.add_metric(values, buckets, histogram.sum)
+    return family

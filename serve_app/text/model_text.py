@@ -1,0 +1,60 @@
+"""The text side of one served model: tokenizer, chat template, end tokens and context length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine_actor.loading.config import read_model_config
+from engine_actor.loading.source import resolve_source
+from serve_app.api.errors import invalid_request
+from serve_app.text.chat_template import ChatTemplate
+from serve_app.text.load import load_tokenizer
+from serve_app.text.text_stream import TextStream
+from serve_app.text.tokenizer import Tokenizer, byte_tokenizer
+
+
+class ModelText:
+    """Everything a gateway needs to turn text into token ids and back.
+
+    `eos_token_ids` holds every end token of model and tokenizer, `context_length` is the model's own, in tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context_length: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer)
+        self.context_length = context_length
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *tokenizer.eos_token_ids}))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation through the model's template. Raises ApiError 400."""
+        if self._template is None:
+            raise invalid_request("This model has no chat template: use /v1/completions.", "messages")
+        return self._template.encode(messages)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a completion prompt."""
+        return self._tokenizer.encode_prompt(text)
+
+    def check_ids(self, ids: list[int]) -> list[int]:
+        """Token ids given by a client, as they are. Raises ApiError 400 for one the vocabulary does not have."""
+        for token in ids:
+            if not self._tokenizer.id_in_vocab(token):
+                raise invalid_request(f"prompt: {token} is not a token of this model.", "prompt")
+        return ids
+
+    def stream(self, stop: Sequence[str]) -> TextStream:
+        """A fresh detokeniser for one choice."""
+        return TextStream(self._tokenizer, stop)
+
+
+def load_model_text(source: str, revision: str | None, token: str | None) -> ModelText:
+    """The text side of a model source. Raises LoadError."""
+    resolved = resolve_source(source, revision, token)
+    config = read_model_config(resolved)
+    return ModelText(load_tokenizer(resolved), config.max_position_embeddings, config.eos_token_ids)
+
+
+def stub_model_text(context_length: int) -> ModelText:
+    """Bytes for tokens: the text side of the stub engine."""
+    return ModelText(byte_tokenizer(), context_length)
