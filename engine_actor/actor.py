@@ -96,6 +96,7 @@ class EngineActor:
         self._scheduler: Scheduler | None = None
         self._description: EngineDescription | None = None
         self._stats = EngineStats(spec.name, self.epoch, spec.model)
+        self._counted = (0, 0, 0, 0)
         self._failure: str | None = None
         self._draining = False
         self._owner: str | None = None
@@ -164,9 +165,10 @@ class EngineActor:
             report = self._observe(outcome)
             loop.call_soon_threadsafe(self._dispatch, outcome, report, time.time_ns())
 
-        self._engine_loop = EngineLoop(
-            self._scheduler, runner, on_outcome, lambda error: loop.call_soon_threadsafe(self._fail, error)
-        )
+        def on_failure(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        self._engine_loop = EngineLoop(self._scheduler, runner, on_outcome, on_failure)
         self._last_report = self._report(())
         self._description = EngineDescription(
             engine=self._spec.name,
@@ -326,29 +328,35 @@ class EngineActor:
         scheduler = self._scheduler
         assert scheduler is not None
         record, result = outcome.record, outcome.result
+        counted = self._counted
+        self._counted = totals = (
+            scheduler.recomputed_chunks,
+            scheduler.preemptions,
+            scheduler.cached_tokens,
+            scheduler.computed_tokens,
+        )
+        recomputed, preempted, cached, computed = (new - old for new, old in zip(totals, counted, strict=True))
         if record is not None and result is not None:
-            lengths = record.length.tolist()
-            chunks = [length for length in lengths if length > 1]
+            chunks = [length for length in record.length.tolist() if length > 1]
             self._stats.observe_step(
                 now=time.monotonic(),
                 iteration_seconds=outcome.step_seconds,
                 scheduler_seconds=outcome.scheduler_seconds,
                 model_seconds=result.model_seconds,
                 prefill_chunks=chunks,
-                decode_requests=len(lengths) - len(chunks),
+                decode_requests=record.num_rows - len(chunks),
+                recomputed_chunks=recomputed,
+                preemptions=preempted,
             )
-        self._stats.set_totals(
-            recomputed_chunks=scheduler.recomputed_chunks,
-            preemptions=scheduler.preemptions,
-            cached_input=scheduler.cached_tokens,
-            computed_input=scheduler.computed_tokens,
-        )
-        self._stats.set_gauges(
+        if cached or computed:
+            self._stats.observe_input(cached_tokens=cached, computed_tokens=computed)
+        self._stats.set_state(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             free_pages=scheduler.cache.free,
             evictable_pages=scheduler.cache.evictable,
             total_pages=scheduler.cache.total,
+            reclaimed_pages=scheduler.cache.evicted_pages,
         )
         return self._report(tuple(outcome.accepted))
 

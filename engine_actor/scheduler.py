@@ -380,9 +380,7 @@ class Scheduler:
             )
             for sequence in self._running
         ]
-        victim = choose_victim(candidates)
-        assert victim is not None, "pages ran out with nobody running"
-        return self._live[victim.id]
+        return self._live[choose_victim(candidates).id]
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take a running request's pages; it waits in front and computes its tokens again."""

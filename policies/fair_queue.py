@@ -80,6 +80,7 @@ class FairQueue:
     """The single scheduling authority of an engine pool: tickets and reports in, grants out.
 
     `now` is a monotonic clock reading in seconds, always of the same clock. Not thread safe.
+    `queue_epoch` is stamped on every grant; its owner may raise it.
 
     Order. The tenant with the smallest key (served + booked) / weight goes next, its oldest ticket first.
     `served` is what engines report; `booked` is granted and not served yet. If the head fits no engine,
@@ -91,10 +92,10 @@ class FairQueue:
     So idle time earns no credit. The lift compares service without `booked`: it grants a returning tenant as
     much in flight as the others have, and no more.
 
-    Caps. At most `max_queued_per_tenant` tickets of one tenant wait, `max_queued_requests` in all, and no tenant
-    may hold more than the places that are still free in all (dynamic thresholds, Choudhury and Hahne, 1998).
-    So one tenant's flood stops at half of the total, n floods leave one part in n + 1 free, and nobody is shut
-    out by another.
+    Caps. At most `max_queued_per_tenant` tickets of one tenant wait, `max_queued_requests` in all, and no
+    tenant holds more than the places still free in all (dynamic thresholds, Choudhury and Hahne, 1998). So
+    the flood of one tenant stops at half of the total, n floods leave one part in n + 1 free, and nobody is
+    shut out.
 
     Invariants: a counter never falls; a push leads to one grant at most, and until then the ticket waits here
     unless it is withdrawn, replaced or expired; a waiting request has no grant in flight; booked >= 0.

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 COMMANDS_GROUP = "evenhand.commands"
 """Entry points of this group, each a typer app or a function, become commands under their names."""
 
+
+
+class _Commands(TyperGroup):
+    """The commands below and those of the entry points, each loaded when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(entry_points(group=COMMANDS_GROUP).names)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for entry_point in entry_points(group=COMMANDS_GROUP, name=cmd_name):
+            found = entry_point.load()
+            if not isinstance(found, typer.Typer):
+                wrapped = typer.Typer()
+                wrapped.command(name=cmd_name)(found)
+                found = wrapped
+            command = typer.main.get_command(found)
+            command.name = cmd_name
+            return command
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="evenhand",
+    cls=_Commands,
     help="A multi-tenant LLM gateway and inference engine on Ray Serve.",
     no_args_is_help=True,
     add_completion=False,
@@ -75,13 +97,6 @@ def check(file: Annotated[Path, typer.Argument(help="The config file.")]) -> Non
 def _fail(message: str) -> None:
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(1)
-
-
-def _add_commands() -> None:
-    for entry_point in entry_points(group=COMMANDS_GROUP):
-        # Loading one may be slow, so only the one that is asked for.
-        if entry_point.name in sys.argv[1:2]:
-            ...
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ray import serve
 
 from engine_actor.actor import EngineActor, EngineSpec
@@ -16,7 +18,9 @@ DRAIN_SECONDS = 120.0
 class EngineOwner:
     """Serve deployment of one pool's engines; replica and engine actor belong together through a lease."""
 
-    async def __init__(self, recipes: list[ActorRecipe]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is there when its actor is
+        self, recipes: list[ActorRecipe]
+    ) -> None:
         self._owner = ActorOwner(recipes)
         await self._owner.acquire()
 
@@ -27,9 +31,9 @@ class EngineOwner:
         await self._owner.drain_and_release(DRAIN_SECONDS)
 
 
-def engine_options(model: ModelSettings, device: str) -> EngineOptions:
+def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> EngineOptions:
     """The options of a model's engines, with the device's defaults filled in."""
-    limits = model.scheduler.for_device("cuda" if device == "cuda" else "cpu")
+    limits = model.scheduler.for_device(device)
     memory = model.kv_cache.memory_gb
     return EngineOptions(
         source=model.source,
@@ -48,7 +52,7 @@ def engine_options(model: ModelSettings, device: str) -> EngineOptions:
     )
 
 
-def engine_recipes(model: ModelSettings, device: str) -> list[ActorRecipe]:
+def engine_recipes(model: ModelSettings, device: Literal["cpu", "cuda"]) -> list[ActorRecipe]:
     """One engine actor per replica of the pool."""
     options = engine_options(model, device)
     resources = {"num_gpus": 1} if device == "cuda" else {}
@@ -57,7 +61,7 @@ def engine_recipes(model: ModelSettings, device: str) -> list[ActorRecipe]:
 
 
 def engine_deployment(name: str, replicas: int) -> serve.Deployment:
-    return serve.deployment(EngineOwner).options(
+    deployment: serve.Deployment = serve.deployment(
         name=name,
         num_replicas=replicas,
         ray_actor_options={"num_cpus": 0},
@@ -65,4 +69,5 @@ def engine_deployment(name: str, replicas: int) -> serve.Deployment:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
-    )
+    )(EngineOwner)
+    return deployment

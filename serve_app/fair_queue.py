@@ -189,7 +189,9 @@ class FairQueueActor:
 class FairQueueOwner:
     """Serve deployment: owns the fair queue of one pool, serves no requests itself."""
 
-    async def __init__(self, recipe: ActorRecipe) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is there when its actor is
+        self, recipe: ActorRecipe
+    ) -> None:
         self._owner = ActorOwner([recipe])
         await self._owner.acquire()
 
@@ -206,7 +208,7 @@ def fair_queue_recipe(spec: FairQueueSpec) -> ActorRecipe:
 
 
 def fair_queue_deployment(name: str) -> serve.Deployment:
-    return serve.deployment(FairQueueOwner).options(
+    deployment: serve.Deployment = serve.deployment(
         name=name,
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
@@ -214,4 +216,5 @@ def fair_queue_deployment(name: str) -> serve.Deployment:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.1,
-    )
+    )(FairQueueOwner)
+    return deployment

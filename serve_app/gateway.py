@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 import uuid
@@ -25,7 +26,7 @@ from serve_app.pool import ModelPool
 from serve_app.request import RequestLife
 from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.metrics import CONTENT_TYPE
-from serve_app.telemetry.records import RequestRecord, bounded
+from serve_app.telemetry.records import Outcome, RequestRecord, bounded
 from serve_app.telemetry.tracing import outgoing_headers
 from tenancy.directory import TenantDirectory
 from tenancy.models import Tenant
@@ -51,7 +52,7 @@ class GatewayApp:
         *,
         pools: list[ModelPool],
         directory: TenantDirectory,
-        quota: QuotaStore,
+        quota: QuotaStore | None,
         telemetry: GatewayTelemetry,
         max_request_bytes: int,
         waiting_timeouts: dict[str, float],
@@ -97,7 +98,8 @@ class GatewayApp:
     @property
     def ready(self) -> bool:
         """A request that came now could be served."""
-        return not self.draining and self.quota.healthy and all(pool.ready for pool in self.pools)
+        quota_ready = self.quota is not None and self.quota.healthy
+        return not self.draining and quota_ready and all(pool.ready for pool in self.pools)
 
     async def close(self) -> None:
         """Let background endings finish, then stop everything."""
@@ -106,7 +108,8 @@ class GatewayApp:
             await asyncio.wait(self._background, timeout=5.0)
         for pool in self.pools:
             pool.stop()
-        await self.quota.aclose()
+        if self.quota is not None:
+            await self.quota.aclose()
         self.telemetry.close()
 
     # Inference --------------------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class GatewayApp:
     async def _serve(
         self, endpoint: Endpoint, connection: Connection, record: RequestRecord, life: list[RequestLife]
     ) -> None:
-        headers = {"x-request-id": record.request, **outgoing_headers(record)}
+        headers = outgoing_headers(record)  # Serve itself echoes x-request-id
         error: ApiError | None = None
         gone = False
         try:
@@ -175,7 +178,11 @@ class GatewayApp:
         if media_type != "application/json":
             raise errors.unsupported_media_type()
         raw = await connection.read_body(self._max_request_bytes)
-        body = parse_body(raw, ChatCompletionRequest if endpoint == "chat" else CompletionRequest)
+        body: ChatCompletionRequest | CompletionRequest
+        if endpoint == "chat":
+            body = parse_body(raw, ChatCompletionRequest)
+        else:
+            body = parse_body(raw, CompletionRequest)
         record.model = body.model
         pool = self._pool(body.model, tenant)
         record.model = pool.model
@@ -187,6 +194,8 @@ class GatewayApp:
         record.validated_ms = record.now_ms()
         if self.draining:
             raise ApiError("engine_unavailable", "This server is shutting down. Try again shortly.")
+        if self.quota is None:
+            raise ApiError("quota_store_unavailable", "The quota store is not ready. Try again shortly.")
         return RequestLife(
             record,
             tenant,
@@ -239,7 +248,7 @@ class GatewayApp:
             elif gone:
                 self.telemetry.end(record, "cancelled", connection.status or CLIENT_CLOSED_REQUEST)
             elif error is not None:
-                outcome = "refused" if refused and error.status < 500 or error.status == 503 else "error"
+                outcome: Outcome = "refused" if refused and error.status != 500 else "error"
                 self.telemetry.end(record, outcome, connection.status or error.status, error.code)
             else:
                 self.telemetry.end(record, "error", connection.status or 500, "internal_error")
@@ -255,7 +264,7 @@ class GatewayApp:
         while True:
             await asyncio.sleep(RENEW_HOLDS_SECONDS)
             holds = [life.hold for life in self._live if life.hold is not None]
-            if holds:
+            if holds and self.quota is not None:
                 try:
                     await self.quota.renew(holds)
                 except QuotaUnavailable:
@@ -335,8 +344,6 @@ async def _send_error(connection: Connection, error: ApiError, headers: dict[str
 
 
 def _same(given: str, expected: str) -> bool:
-    import hmac
-
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from serve_app.ray_environment import install_haproxy, is_free, port_variables, ray_variables, set_defaults
-from serve_app.settings import ConfigError, ServeConfig, demo_key, load_config
+from serve_app.settings import REDIS_URL_VARIABLE, ConfigError, ServeConfig, demo_key, load_config
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # prompts and tokens travel in messages: nothing large is stored
 _POLL_SECONDS = 0.1
@@ -119,7 +119,7 @@ class _Instance:
 
     def __init__(self, path: Path, overrides: Overrides, config: ServeConfig, root: Path, echo: Echo) -> None:
         self._path, self._overrides, self._config, self._root, self._echo = path, overrides, config, root, echo
-        self._own_args: dict[str, Any] = {"data_dir": str(config.settings.data_path(config.port))}
+        self._data_dir = config.settings.data_path(config.port)
         self._client: Any = None
         self._ready = False
 
@@ -154,10 +154,10 @@ class _Instance:
 
     def _start_redis(self, stack: contextlib.ExitStack) -> None:
         if self._config.settings.redis_url is None:
-            from tenancy.redis import EmbeddedRedis
+            from tenancy.embedded_redis import EmbeddedRedis
 
-            redis = stack.enter_context(EmbeddedRedis(Path(self._own_args["data_dir"])))
-            self._own_args["redis_url"] = redis.url
+            redis = stack.enter_context(EmbeddedRedis(self._data_dir / "redis"))
+            os.environ[REDIS_URL_VARIABLE] = redis.url
 
     def _start_ray(self) -> None:
         import ray
@@ -191,7 +191,7 @@ class _Instance:
     def _deploy(self, config: ServeConfig) -> None:
         from ray.serve.schema import ServeDeploySchema
 
-        document = config.override(args=self._own_args).document
+        document = config.override(data_dir=str(self._data_dir)).document
         self._client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=False)
 
     def _reload(self) -> None:
@@ -232,7 +232,8 @@ class _Instance:
         from ray import serve
 
         # Ray reports the end of actors that it was told to end as failures.
-        with contextlib.redirect_stderr(io.StringIO()):
+        nowhere = io.StringIO()
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             if self._ready:
                 serve.shutdown()
             ray.shutdown()

@@ -131,7 +131,7 @@ class ActorOwner:
 
     async def _try(self, recipe: ActorRecipe) -> bool:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **recipe.options}
-        actor = (
+        actor: Any = (
             ray.remote(recipe.actor_class)
             .options(
                 name=recipe.name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, **options

@@ -45,6 +45,7 @@ def ray_variables(root: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",  # to its files: the terminal is for us
         # The gateway is asynchronous throughout: a thread of its own would cost a hop per item of a stream.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

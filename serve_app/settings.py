@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tenancy.models import Tenant, check_unambiguous
 
 APP_IMPORT_PATH = "serve_app.app:build"
 GATEWAY_DEPLOYMENT = "Gateway"
+REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
+"""Environment variable in place of a `redis_url` that is null: Ray writes `args` into its log, passwords included."""
 
 Policy = Literal["vtc", "fcfs"]
 EngineKind = Literal["auto", "torch", "stub"]
@@ -114,9 +117,10 @@ class ModelSettings(_Settings):
 
 
 class GatewaySettings(_Settings):
-    """Caps of one gateway process: requests waiting for a grant, and bytes of one request body."""
+    """Caps: requests waiting in the fair queue of a model (in all, and of one tenant), bytes of one request body."""
 
     max_queued_requests: _Count = 1024
+    max_queued_per_tenant: _Count = 512
     max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
 
 
@@ -136,10 +140,11 @@ class TracingSettings(_Settings):
 
 
 class TelemetrySettings(_Settings):
-    """Spans and the access log (one JSON line per request)."""
+    """Spans, the access log (one JSON line per request) and the key that opens /metrics (None: nobody's)."""
 
     tracing: TracingSettings = TracingSettings()
     access_log: bool = True
+    metrics_key: Annotated[str, Field(min_length=16)] | None = Field(default=None, repr=False)
 
 
 class AppSettings(_Settings):
@@ -210,17 +215,18 @@ class ServeConfig:
         port: int | None = None,
         engine: str | None = None,
         policy: str | None = None,
-        args: dict[str, Any] | None = None,
+        data_dir: str | None = None,
     ) -> ServeConfig:
         """The config with some values replaced, checked again as a whole.
 
-        `engine` and `policy` go to every model; `args` are further keys of our settings. Raises ConfigError.
+        `engine` and `policy` go to every model. Raises ConfigError.
         """
         document = copy.deepcopy(self.document)
         http = document.setdefault("http_options", {})
         http.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
         app_args = document["applications"][self.application]["args"]
-        app_args.update(args or {})
+        if data_dir is not None:
+            app_args["data_dir"] = data_dir
         for model in app_args["models"]:
             if engine is not None:
                 model["engine"] = engine
@@ -306,8 +312,12 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def parse_args(data: Any, where: Loc = ("args",), name: str = "config") -> AppSettings:
-    """`args` as settings. Raises ConfigError."""
-    return _parse(AppSettings, data, where, name)
+    """`args` as settings; a null `redis_url` is what EVENHAND_REDIS_URL says, if it is set. Raises ConfigError."""
+    settings = _parse(AppSettings, data, where, name)
+    url = os.environ.get(REDIS_URL_VARIABLE)
+    if settings.redis_url is not None or not url:
+        return settings
+    return _parse(AppSettings, {**data, "redis_url": url}, (REDIS_URL_VARIABLE,), "environment")
 
 
 def parse_user_config(data: Any, where: Loc = ("user_config",), name: str = "config") -> UserConfig:

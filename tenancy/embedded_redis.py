@@ -63,6 +63,11 @@ class EmbeddedRedis:
             raise RuntimeError("the embedded Redis has not been started")
         return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
 
+    @property
+    def running(self) -> bool:
+        """Whether the server's process is alive."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Start and wait for the first PONG. Raises RedisServerError."""
         if self._process is not None:

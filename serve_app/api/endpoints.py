@@ -64,6 +64,8 @@ def _parse(
     asked = body.output_limit
     if room < 1:
         raise context_length_exceeded(max_model_len, longest, asked or 1, prompt_field)
+    if limit_field not in body.model_fields_set and asked is not None:
+        asked = min(asked, room)  # a default, not a wish
     if asked is not None and asked > room:
         raise context_length_exceeded(max_model_len, longest, asked, limit_field)
     sampling = SamplingParams(

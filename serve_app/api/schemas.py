@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from serve_app.api.errors import ApiError, invalid_request, quote
 from serve_app.api.json_body import JsonError, load_json
-from serve_app.api.unsupported import check_unsupported, refuse
+from serve_app.api.unsupported import UNSUPPORTED, check_unsupported, refuse
 
 MAX_PROMPTS = 64
 MAX_STOP_STRINGS = 16
@@ -257,7 +257,8 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
     try:
         body = load_json(raw)
     except JsonError as error:
-        raise invalid_request(str(error), error.key if error.key in model.model_fields else None) from None
+        known = error.key in model.model_fields or error.key in UNSUPPORTED
+        raise invalid_request(str(error), error.key if known else None) from None
     if not isinstance(body, dict):
         raise invalid_request("The request body must be a JSON object.")
     try:

@@ -19,7 +19,7 @@ class GatewayTelemetry:
     Nothing here fails a request: an error of the telemetry itself is logged once per kind and swallowed.
     """
 
-    def __init__(self, tracing: Tracing, metrics: GatewayMetrics, access_log: AccessLog) -> None:
+    def __init__(self, tracing: Tracing, metrics: GatewayMetrics, access_log: AccessLog | None) -> None:
         self.tracing = tracing
         self.metrics = metrics
         self.access_log = access_log
@@ -46,17 +46,19 @@ class GatewayTelemetry:
         for name, report in (
             ("metrics", self.metrics.observe),
             ("spans", self.tracing.finish),
-            ("access log", self.access_log.write),
+            ("access log", self.access_log.write if self.access_log else None),
         ):
             try:
-                report(record)
+                if report is not None:
+                    report(record)
             except Exception:
                 self._failure(name)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Flush spans for at most `timeout_s`, close the log."""
         self.tracing.shutdown(timeout_s)
-        self.access_log.close()
+        if self.access_log is not None:
+            self.access_log.close()
 
     def _failure(self, name: str) -> None:
         if name not in self._failed:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import regex
 from gguf import GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from engine_actor.loading.gguf_header import read_gguf_header
 from engine_actor.loading.source import LoadError, ResolvedSource, resolve_source
@@ -31,6 +33,12 @@ TEXTS = [
     "\x00\x01\x7f\x80\xa0\u2028",
     "!!!???...---===***",
 ]
+
+
+# Blocks old enough for every library to agree on the categories of their characters.
+ANY_CHARACTER = st.characters(max_codepoint=0x2FFF, exclude_categories=["Cn", "Cs"]) | st.sampled_from(
+    " \n\t'09aé½中한👍"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +64,12 @@ class ReferenceBpe:
 
     def merge(self, parts: list[str]) -> list[int]:
         while len(parts) > 1:
-            pairs = [(self.ranks.get((a, b), 1 << 30), at) for at, (a, b) in enumerate(zip(parts, parts[1:]))]
+            pairs = [(self.ranks.get((a, b), 1 << 30), at) for at, (a, b) in enumerate(pairwise(parts))]
             rank, at = min(pairs)
             if rank == 1 << 30:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        return [self.ids[part] for part in parts]
+        return [self.ids[part] for part in parts if part in self.ids]  # SmolLM2 lacks a few control bytes
 
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -79,7 +87,7 @@ def test_smollm_ids_follow_the_definition(smollm: Tokenizer, reference: Referenc
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t'09aé½"), max_size=60))
+@given(text=st.text(ANY_CHARACTER, max_size=60))
 def test_smollm_ids_follow_the_definition_for_any_text(
     smollm: Tokenizer, reference: ReferenceBpe, text: str
 ) -> None:
@@ -244,12 +252,10 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def reference_spm(text: str) -> list[int]:
-    """Sentencepiece BPE by its definition: join the neighbours whose joint piece scores best, leftmost first."""
+    """Sentencepiece BPE by its definition: join the neighbours whose joint piece scores best, leftmost."""
     scores = dict(zip(SPM_WORDS, SPM_SCORES, strict=True))
     parts = list("▁" + text.replace(" ", "▁"))
-    while pairs := [
-        (-scores[a + b], at) for at, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores
-    ]:
+    while pairs := [(-scores[a + b], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in scores]:
         at = min(pairs)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     ids: list[int] = []

@@ -1,0 +1,173 @@
+"""The Serve application: `build(args)` wires gateways, fair queues and engines from the config's `args`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from engine_actor.build import STUB_MODEL_LEN
+from serve_app.engine import engine_deployment, engine_recipes
+from serve_app.fair_queue import FairQueueSpec, fair_queue_deployment, fair_queue_recipe
+from serve_app.gateway import GatewayApp
+from serve_app.pool import ModelPool
+from serve_app.redis_owner import redis_deployment
+from serve_app.settings import AppSettings, ModelSettings, parse_args, parse_user_config, refuse_demo_keys
+from serve_app.telemetry.access_log import AccessLog
+from serve_app.telemetry.gateway import GatewayTelemetry
+from serve_app.telemetry.metrics import GatewayMetrics
+from serve_app.telemetry.tracing import TracingConfig, build_tracing
+from serve_app.text.model_text import ModelText, load_model_text, stub_model_text
+from tenancy.directory import TenantDirectory
+from tenancy.quota import QuotaStore
+from tenancy.redis import connect
+from tenancy.secret_file import load_or_create_secret
+
+logger = logging.getLogger(__name__)
+
+_REDIS_WATCH_SECONDS = 2.0
+
+class Gateway:
+    """The ingress deployment: one GatewayApp per replica. `user_config` (tenants) reloads without a restart."""
+
+    def __init__(
+        self,
+        settings: AppSettings,
+        names: dict[str, tuple[str, tuple[str, ...]]],
+        data_dir: str,
+        redis: DeploymentHandle[Any] | None,
+        owners: list[DeploymentHandle[Any]],
+    ) -> None:
+        """`names` maps a model to the actor names of its fair queue and engines; `owners` are part of the app."""
+        gateway = uuid.uuid4().hex
+        self._redis = redis
+        self._redis_url = settings.redis_url
+        tracing = settings.telemetry.tracing
+        telemetry = GatewayTelemetry(
+            build_tracing(
+                TracingConfig(
+                    tracing.exporter,
+                    tracing.endpoint,
+                    None if tracing.path is None else Path(tracing.path),
+                    tracing.sampling_ratio,
+                )
+            ),
+            GatewayMetrics([name for model in settings.models for name in (model.id, *model.aliases)]),
+            AccessLog(Path(data_dir) / "logs" / "access.jsonl") if settings.telemetry.access_log else None,
+        )
+        self._gateway = GatewayApp(
+            pools=[
+                ModelPool(model.id, tuple(model.aliases), model_text(model), *names[model.id], gateway)
+                for model in settings.models
+            ],
+            directory=TenantDirectory([], load_or_create_secret(Path(data_dir) / "server.secret")),
+            quota=None,
+            telemetry=telemetry,
+            max_request_bytes=settings.gateway.max_request_bytes,
+            waiting_timeouts={
+                model.id: model.scheduler.for_device(device()).waiting_timeout_ms / 1000 for model in settings.models
+            },
+            metrics_key=settings.telemetry.metrics_key,
+            version=version("evenhand"),
+        )
+        if self._redis_url is not None:
+            self._gateway.quota = QuotaStore(connect(self._redis_url))
+        else:
+            self._watch = asyncio.create_task(self._watch_redis())
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """What Serve calls for the ASGI app of this replica."""
+        return self._gateway.asgi()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take the tenants of the config file. Raises ConfigError, and the old ones stay."""
+        tenants = parse_user_config(user_config).tenants
+        refuse_demo_keys(tenants, http_host())
+        self._gateway.directory.update(tenants)
+        self._gateway.telemetry.metrics.retain_tenants([tenant.id for tenant in tenants])
+
+    async def check_health(self) -> None:
+        """Serve asks on the loop that serves requests: an answer is the proof."""
+
+    async def __del__(self) -> None:
+        await self._gateway.close()
+
+    async def _watch_redis(self) -> None:
+        """Follow the embedded Redis: a new replica of it listens somewhere else."""
+        assert self._redis is not None
+        while True:
+            try:
+                url = await self._redis.url.remote()
+                if url != self._redis_url:
+                    self._redis_url, old = url, self._gateway.quota
+                    self._gateway.quota = QuotaStore(connect(url))
+                    if old is not None:
+                        await old.aclose()
+            except ray.exceptions.RayError as error:
+                logger.warning("the embedded Redis did not answer: %s", type(error).__name__)
+            await asyncio.sleep(_REDIS_WATCH_SECONDS)
+
+
+def model_text(model: ModelSettings) -> ModelText:
+    """The text side of a model, read from where its weights come from."""
+    if model.engine == "stub":
+        return stub_model_text(model.scheduler.max_model_len or STUB_MODEL_LEN)
+    return load_model_text(model.source, model.revision, model.token)
+
+
+def device() -> Literal["cpu", "cuda"]:
+    """What engines run on in this cluster."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return "cuda" if resources.get("GPU", 0) > 0 else "cpu"
+
+
+def http_host() -> str:
+    """The host that Serve listens on."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None, "only called inside a replica"
+    host: str = client.http_config.host
+    return host
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application of a config file. Raises ConfigError for bad `args`."""
+    settings = parse_args(args)
+    data_dir = str(Path(settings.data_dir or "var/serve").expanduser().resolve())
+    names: dict[str, tuple[str, tuple[str, ...]]] = {}
+    owners: list[Any] = []
+    for model in settings.models:
+        recipes = engine_recipes(model, device())
+        limits = model.scheduler.for_device(device())
+        queue = fair_queue_recipe(
+            FairQueueSpec(
+                model=model.id,
+                engines=tuple(recipe.name for recipe in recipes),
+                policy=limits.policy,
+                max_queued_requests=settings.gateway.max_queued_requests,
+                max_queued_per_tenant=settings.gateway.max_queued_per_tenant,
+                waiting_timeout_ms=limits.waiting_timeout_ms,
+            )
+        )
+        names[model.id] = (queue.name, tuple(recipe.name for recipe in recipes))
+        owners.append(engine_deployment(f"Engine-{model.id}", model.engines).bind(recipes))
+        owners.append(fair_queue_deployment(f"FairQueue-{model.id}").bind(queue))
+    redis = redis_deployment().bind(str(Path(data_dir) / "redis")) if settings.redis_url is None else None
+    gateway = serve.deployment(
+        name="Gateway",
+        num_replicas=1,
+        max_ongoing_requests=100_000,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=120,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(serve.ingress()(Gateway))
+    return gateway.bind(settings, names, data_dir, redis, owners)
