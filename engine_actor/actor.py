@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import ray
+
 from engine_actor.build import EngineOptions, build_engine, model_length
 from engine_actor.executor import PAGE_SIZE, ExecutorInfo
 from engine_actor.loop import EngineLoop, StepOutcome
@@ -147,7 +149,7 @@ class EngineActor:
     async def release(self, owner: str) -> None:
         """The owner gives the engine up: it ends at once."""
         if owner == self._owner:
-            _exit_process()
+            ray.actor.exit_actor()
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()

@@ -35,9 +35,9 @@ class TorchExecutor(Executor):
     ) -> None:
         """Read the weights and allocate the KV pool.
 
-        The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`. `threads` is
-        the number of CPU threads, None for torch's choice. Raises ValueError for an unknown dtype or a pool without a
-        usable page.
+        The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
+        `threads` is the number of CPU threads, None for torch's choice. Raises ValueError for an unknown
+        dtype or a pool without a usable page.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
@@ -48,8 +48,10 @@ class TorchExecutor(Executor):
         self._thread: int | None = None
         self._adopt_thread()
         fallback_reason = None
-        if self._device.type == "cpu" and dtype == "float16":
-            warnings.warn("float16 on a CPU is slow, and overflows in models made in bfloat16", stacklevel=2)
+        if dtype == "float16" and self._device.type == "cpu":
+            warnings.warn("float16 is slow on a CPU: bfloat16 or float32 serve better", stacklevel=2)
+        if dtype == "float16" and config.weights_dtype == "bfloat16":
+            warnings.warn("the weights were made in bfloat16 and may overflow in float16", stacklevel=2)
         if self._device.type == "cpu" and dtype == "bfloat16" and not packed_bfloat16_available():
             fallback_reason = "oneDNN has no packed bfloat16 linear layers on this machine"
         self._model = LlamaModel(checkpoint, DTYPES[dtype], self._device)
@@ -87,7 +89,8 @@ class TorchExecutor(Executor):
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
     def _adopt_thread(self) -> None:
-        # The OpenMP thread count belongs to the calling thread, and the engine may build and run in different ones.
+        # The OpenMP thread count belongs to the calling thread, and the engine may build and run in different
+        # ones.
         if self._thread != threading.get_ident():
             torch.set_num_threads(self._threads)
             self._thread = threading.get_ident()

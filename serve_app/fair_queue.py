@@ -92,7 +92,7 @@ class FairQueueActor:
 
     async def release(self, owner: str) -> None:
         if owner == self._owner:
-            os._exit(0)
+            ray.actor.exit_actor()
     async def enqueue(self, ticket: Ticket) -> Grant | Refusal:
         """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time."""
         key = (ticket.request, ticket.attempt)

@@ -201,7 +201,7 @@ class RequestLife:
             try:
                 await self._submit(grant)
                 async for events in self._receive():
-                    sent = sent or bool(events)
+                    sent = sent or (bool(events) and self._parsed.stream)
                     yield events
                 return
             except GrantVoidError:

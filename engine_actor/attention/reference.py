@@ -1,8 +1,8 @@
 """Attention in plain torch: the oracle for every other backend, and the torch executor's backend on CPU.
 
-Rows of a step are attended in groups of equal row length and similar context, each padded to its longest context, so
-that one pair of batched matrix products serves many decode rows. Pools are head-major: gathered keys are contiguous
-per head, which is what makes the products fast.
+Rows of a step are attended in groups of equal row length and similar context, each padded to its longest
+context, so that one pair of batched matrix products serves many decode rows. Pools are head-major: gathered
+keys are contiguous per head, which is what makes the products fast.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CONTEXT_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class RowGroup:
-    """B rows of n tokens each, over L slots: `tokens` [B * n] in the step, `slots` [B * L] in the pool, `bias`
-    [B, 1, n, L] float32 that is 0 for what a token sees and -inf for the rest."""
+    """B rows of n tokens each, over L slots: `tokens` [B * n] in the step, `slots` [B * L] in the pool,
+    `bias` [B, 1, n, L] float32 that is 0 for what a token sees and -inf for the rest."""
 
     tokens: torch.Tensor
     slots: torch.Tensor

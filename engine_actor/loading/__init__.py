@@ -1,1 +1,2 @@
-"""From a model's name to its configuration and weights. `source`, `config` and `gguf_header` do not import torch."""
+"""From a model's name to its configuration and weights. `source`, `config` and `gguf_header` do not import
+torch."""

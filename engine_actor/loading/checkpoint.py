@@ -17,7 +17,8 @@ from engine_actor.loading.source import LoadError, ResolvedSource, resolve_sourc
 
 
 class Weights(Protocol):
-    """Named tensors that are read one at a time, so that a model larger than half the memory can be loaded."""
+    """Named tensors that are read one at a time, so that a model larger than half the memory can be
+    loaded."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""The model configuration, read from a Hugging Face directory or a GGUF header. No torch: the gateway reads it too."""
+"""The model configuration, read from a Hugging Face directory or a GGUF header. No torch: the gateway reads
+it too."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 
-# Markers that end a turn. A GGUF file often names only the end of the text, while its chat template ends turns with
-# one of these: generation would run on into an invented user turn.
+# Markers that end a turn. A GGUF file often names only the end of the text, while its chat template ends
+# turns with one of these: generation would run on into an invented user turn.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 
 
@@ -34,9 +35,9 @@ class RopeScaling:
 class ModelConfig:
     """A decoder's shape. `architecture` is the Hugging Face class name.
 
-    `max_position_embeddings` is the longest context that is computed exactly as the model defines it: a sliding
-    window caps it. `eos_token_ids` holds every configured end token, ascending. `weights_dtype` is the type that the
-    weights were made in, "unknown" where the checkpoint does not say.
+    `max_position_embeddings` is the longest context that is computed exactly as the model defines it: a
+    sliding window caps it. `eos_token_ids` holds every configured end token, ascending. `weights_dtype` is
+    the type that the weights were made in, "unknown" where the checkpoint does not say.
     """
 
     architecture: str
@@ -58,14 +59,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise LoadError(f"{self.num_heads} heads can not share {self.num_kv_heads} key/value heads evenly")
+            raise LoadError(
+                f"{self.num_heads} heads can not share {self.num_kv_heads} key/value heads evenly"
+            )
 
 
 def read_model_config(resolved: ResolvedSource) -> ModelConfig:
     """Read the configuration without touching the weights.
 
-    Raises LoadError for a missing or damaged file or field, an unsupported architecture or an option that would
-    change the computation and is not implemented.
+    Raises LoadError for a missing or damaged file or field, an unsupported architecture or an option that
+    would change the computation and is not implemented.
     """
     if resolved.kind == "gguf":
         return gguf_model_config(read_gguf_header(resolved.path), resolved.path)
@@ -78,7 +81,8 @@ def gguf_model_config(header: GgufHeader, path: Path) -> ModelConfig:
     name = metadata.get("general.architecture")
     if name not in _GGUF_ARCHITECTURES:
         raise LoadError(
-            f"{path}: GGUF architecture {name!r} is not supported (supported: {', '.join(_GGUF_ARCHITECTURES)})"
+            f"{path}: GGUF architecture {name!r} is not supported "
+            f"(supported: {', '.join(_GGUF_ARCHITECTURES)})"
         )
 
     def get(key: str, default: Any = None) -> Any:

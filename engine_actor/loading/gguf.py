@@ -50,7 +50,9 @@ class GgufWeights:
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
 
     def _check(self) -> None:
-        refused = [f"{info.name} ({_type_name(info)})" for info in self._infos.values() if not _supported(info)]
+        refused = [
+            f"{info.name} ({_type_name(info)})" for info in self._infos.values() if not _supported(info)
+        ]
         if refused:
             raise LoadError(
                 f"{self._path}: tensor types not supported: {', '.join(refused)} "
@@ -82,7 +84,7 @@ def _hf_name(name: str) -> str:
 
 
 def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo the file's order of q/k rows: it pairs neighbours (2i, 2i + 1) for rotation, we pair (i, i + dim / 2)."""
+    """Undo the file's order of q/k rows: it rotates neighbours 2i and 2i + 1, we rotate i and i + dim / 2."""
     return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -1,7 +1,8 @@
 """The header of a GGUF file: metadata and the table of tensors, without touching the weights.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The reader of the
-`gguf` library keeps a numpy array per string and takes seconds for a vocabulary; this one takes well under 0.2 s.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The
+reader of the `gguf` library keeps a numpy array per string and takes seconds for a vocabulary; this one takes
+well under 0.2 s.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GgufTensorInfo:
-    """One tensor: `shape` in row-major order (the file stores it reversed), `ggml_type` the number of its type,
-    `offset` in bytes from the beginning of the file."""
+    """One tensor: `shape` in row-major order (the file stores it reversed), `ggml_type` the number of its
+    type, `offset` in bytes from the beginning of the file."""
 
     name: str
     shape: tuple[int, ...]

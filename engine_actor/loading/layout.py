@@ -1,4 +1,4 @@
-"""Which tensors a model of each architecture must have, by their Hugging Face names, and the check that it has them."""
+"""Which tensors a model must have, by their Hugging Face names, and the check that it has them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class SafetensorsWeights:
     """Tensors of a directory; each is read from its memory-mapped shard when asked for."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises LoadError naming shards or tensors that are missing, left over or not where the index says."""
+        """Raises LoadError naming shards or tensors that are missing, left over or not where the index
+        says."""
         self._directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
@@ -35,7 +36,9 @@ class SafetensorsWeights:
         shards = {file.name for file in self._directory.glob("*.safetensors") if _SHARD.fullmatch(file.name)}
         if not index.is_file():
             if shards:
-                raise LoadError(f"{self._directory}: there are shards but no {INDEX}: {', '.join(sorted(shards))}")
+                raise LoadError(
+                    f"{self._directory}: there are shards but no {INDEX}: {', '.join(sorted(shards))}"
+                )
             if not (self._directory / SINGLE).is_file():
                 raise LoadError(f"{self._directory}: neither {SINGLE} nor {INDEX} found")
             return [self._directory / SINGLE]

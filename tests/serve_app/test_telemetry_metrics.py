@@ -209,6 +209,21 @@ def test_H04_two_sequences_have_gaps_of_their_own() -> None:
     assert value(metrics, "time_per_output_token_seconds_sum") == pytest.approx(0.052)
 
 
+def test_H04_tokens_of_a_lost_run_are_not_counted() -> None:
+    record = RequestRecord(request="r", route="/v1/completions", tenant="alpha", model="tiny")
+    record.new_attempt(1.0)
+    record.token_sent(10.0)
+    record.token_sent(15.0)
+    record.new_attempt(500.0)
+    record.token_sent(600.0)
+    record.usage = RequestUsage(10, 0, 1)
+    record.finish("ok", 200)
+    metrics = GatewayMetrics(["tiny"])
+    metrics.observe(record)
+    assert value(metrics, "time_to_first_token_seconds_sum") == pytest.approx(0.6)
+    assert value(metrics, "inter_token_latency_seconds_count") == 0
+
+
 def test_queue_wait_counts_those_who_left_without_a_grant() -> None:
     metrics = GatewayMetrics(["tiny"])
     granted = finished()

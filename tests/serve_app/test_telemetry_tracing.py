@@ -248,12 +248,14 @@ def test_G14_engine_crash_is_an_error_with_the_gateways_own_times() -> None:
 def test_G09_a_second_attempt_stays_in_the_trace_with_its_own_times() -> None:
     record = complete_record()
     record.new_attempt(60.0)
+    assert (record.phase, record.queue_ms) == ("queue", 35.0)
     record.granted_ms, record.submitted_ms = 65.0, 66.0
     spans = by_name(traced([record], {"traceparent": SAMPLED}))
     assert (spans["queue"].start_time, spans["queue"].end_time) == (ms(60), ms(65))
     assert (spans["engine"].start_time, spans["engine"].end_time) == (ms(66), ms(95))
     root = spans["chat.completions"]
     assert root.attributes is not None and root.attributes["evenhand.attempts"] == 2
+    assert "stream" not in spans  # the lost run sent nothing
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE_ID}
 
 
