@@ -339,14 +339,13 @@ class EngineActor:
         )
         recomputed, preempted, cached, computed = (new - old for new, old in zip(totals, counted, strict=True))
         if record is not None and result is not None:
-            chunks = [length for length in record.length.tolist() if length > 1]
             self._stats.observe_step(
                 now=time.monotonic(),
                 iteration_seconds=outcome.step_seconds,
                 scheduler_seconds=outcome.scheduler_seconds,
                 model_seconds=result.model_seconds,
-                prefill_chunks=chunks,
-                decode_requests=record.num_rows - len(chunks),
+                prefill_chunks=scheduler.prefill_chunks,
+                decode_requests=record.num_rows - len(scheduler.prefill_chunks),
                 recomputed_chunks=recomputed,
                 preemptions=preempted,
             )

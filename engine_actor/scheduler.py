@@ -66,6 +66,8 @@ class Scheduler:
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.served: dict[str, float] = {}
+        self.prefill_chunks: list[int] = []
+        """Sizes in tokens of the prompt chunks of the step scheduled last."""
         self._prices = prices
         self._next_id = 0
         self._live: dict[int, SequenceState] = {}
@@ -325,6 +327,9 @@ class Scheduler:
         token_indptr, page_indptr = [0], [0]
         starts, lengths, last = [], [], []
         sampled: list[SequenceState] = []
+        self.prefill_chunks = [
+            length for sequence, length in rows if length > 1 or sequence.computed < sequence.prompt_tokens
+        ]
         for sequence, length in rows:
             start, end = sequence.computed, sequence.computed + length
             starts.append(start)

@@ -13,7 +13,6 @@ COMMANDS_GROUP = "evenhand.commands"
 """Entry points of this group, each a typer app or a function, become commands under their names."""
 
 
-
 class _Commands(TyperGroup):
     """The commands below and those of the entry points, each loaded when it is asked for."""
 
@@ -71,7 +70,7 @@ def serve(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Queue order of every model: vtc or fcfs.")] = None,
 ) -> None:
-    """Serve a config on this machine, in a Ray cluster of its own. Ctrl-C lets running requests end and stops."""
+    """Serve a config on this machine, in a Ray cluster of its own, until Ctrl-C."""
     from serve_app.launch import LaunchError, Overrides
     from serve_app.launch import serve as serve_config
     from serve_app.settings import ConfigError

@@ -1,4 +1,4 @@
-"""The front door: one config file served on one machine, in a Ray cluster of its own, until a signal says stop."""
+"""The front door: serves one config file on one machine, in a Ray cluster of its own, until a signal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -30,6 +31,9 @@ _POLL_SECONDS = 0.1
 _STATUS_SECONDS = 1.0
 _LAST_SECONDS = 3.0  # for processes to end by themselves once all have been told to
 
+_EXCEPTION_LINE = re.compile(r"(\w+\.)*(?P<what>\w*(Error|Exception|Exit)\b: .+)")
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+
 Echo = Callable[[str], None]
 
 
@@ -50,8 +54,9 @@ class Overrides:
 def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
     """Serve the config at `path` until SIGINT or SIGTERM, then let running requests end and stop.
 
-    SIGHUP reads the file again and deploys it: what is under `user_config` changes without a restart. A second
-    SIGINT or SIGTERM cuts running requests off. Raises ConfigError or LaunchError; no process is left behind.
+    SIGUSR1 reads the file again and deploys it: what is under `user_config` changes without a restart. A
+    second SIGINT or SIGTERM cuts running requests off. Raises ConfigError or LaunchError; no process is left
+    behind.
     """
     root = Path(tempfile.mkdtemp(prefix="evenhand-", dir="/tmp"))  # not TMPDIR: sockets need a short path
     logs = root / "ray" / "session_latest" / "logs"
@@ -62,11 +67,15 @@ def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
         set_defaults(port_variables(exclude=config.port))
         install_haproxy(root)
         _Instance(path, overrides, config, root, echo).run()
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt, SystemExit):
         shutil.rmtree(root, ignore_errors=True)
         raise
     except Exception as error:
-        cause = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {first_cause(str(error))}"
+        cause = (
+            str(error)
+            if isinstance(error, LaunchError)
+            else f"{type(error).__name__}: {first_cause(str(error))}"
+        )
         if logs.exists():
             raise LaunchError(f"{cause} (logs: {logs.resolve()})") from error
         shutil.rmtree(root, ignore_errors=True)
@@ -105,27 +114,30 @@ def ready_message(config: ServeConfig) -> str:
 def first_cause(message: str) -> str:
     """The line of a message of Ray's, often with a traceback in it, that says what went wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = [line for line in lines if _names_an_exception(line)]
-    return (errors or lines or ["no reason given"])[-1]
-
-
-def _names_an_exception(line: str) -> bool:
-    name, colon, _ = line.partition(":")
-    return bool(colon) and " " not in name and name.split(".")[-1].endswith(("Error", "Exception", "Exit"))
+    errors = [match for line in lines if (match := _EXCEPTION_LINE.fullmatch(line))]
+    if errors:
+        return errors[-1]["what"]
+    return lines[-1] if lines else "no reason given"
 
 
 class _Instance:
     """One run of the front door, from the free port to the last process."""
 
     def __init__(self, path: Path, overrides: Overrides, config: ServeConfig, root: Path, echo: Echo) -> None:
-        self._path, self._overrides, self._config, self._root, self._echo = path, overrides, config, root, echo
+        self._path, self._overrides, self._config, self._root, self._echo = (
+            path,
+            overrides,
+            config,
+            root,
+            echo,
+        )
         self._data_dir = config.settings.data_path(config.port)
         self._client: Any = None
         self._ready = False
 
     def run(self) -> None:
         reload = threading.Event()
-        signal.signal(signal.SIGHUP, lambda *_: reload.set())
+        signal.signal(signal.SIGUSR1, lambda *_: reload.set())
         _on_stop(_interrupt)
         processes: list[psutil.Process] = []
         with contextlib.ExitStack() as stack:
@@ -214,10 +226,10 @@ class _Instance:
         from ray import serve
 
         for name, application in serve.status().applications.items():
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                messages = [d.message for d in application.deployments.values() if d.status == application.status]
-                message = "\n".join([application.message, *messages])
-                raise LaunchError(f"{name} could not be started: {first_cause(message)}")
+            if application.status.value in _FAILED:
+                parts = [d.message for d in application.deployments.values() if d.status.value in _FAILED]
+                cause = first_cause("\n".join(parts) or application.message)
+                raise LaunchError(f"{name} could not be started: {cause}")
 
     def _drain(self) -> None:
         """Serve's own drain: the route goes first, then each replica when its requests have ended."""
@@ -235,7 +247,7 @@ class _Instance:
         nowhere = io.StringIO()
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             if self._ready:
-                serve.shutdown()
+                serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 
 

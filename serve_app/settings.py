@@ -1,7 +1,7 @@
 """The config file: Ray Serve's schema, with our settings under `args` and the Gateway's `user_config`.
 
-`args` is what needs a restart, since Serve hashes it into the code version of every deployment; `user_config` is
-what reloads without one. Unknown keys are refused at every level, also where Ray itself would drop them.
+`args` is what needs a restart, since Serve hashes it into the code version of every deployment; `user_config`
+is what reloads without one. Unknown keys are refused at every level, also where Ray itself would drop them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from serve_app.config_errors import ConfigError, Loc, describe, describe_unknown, format_path, unknown_keys
+from serve_app.config_errors import ConfigError as ConfigError
+from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
 from tenancy.models import Tenant, check_unambiguous
 
 APP_IMPORT_PATH = "serve_app.app:build"
 GATEWAY_DEPLOYMENT = "Gateway"
 REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
-"""Environment variable in place of a `redis_url` that is null: Ray writes `args` into its log, passwords included."""
+"""Stands in for a `redis_url` that is null: Ray writes `args`, passwords included, into its log."""
 
 Policy = Literal["vtc", "fcfs"]
 EngineKind = Literal["auto", "torch", "stub"]
@@ -79,7 +80,7 @@ class SchedulerSettings(_Settings):
     policy: Policy = "vtc"
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
-        """The limits on `device`. On a CPU a small token budget costs little and bounds the gaps between tokens."""
+        """The limits on `device`. A small token budget costs little on a CPU, and bounds gaps."""
         tokens = self.max_num_batched_tokens or (128 if device == "cpu" else 2048)
         return SchedulerLimits(
             max_num_seqs=self.max_num_seqs or (32 if device == "cpu" else 256),
@@ -95,9 +96,9 @@ class SchedulerSettings(_Settings):
 class ModelSettings(_Settings):
     """One base model and the pool of engines that serves it.
 
-    `source` is `package:NAME` (an installed package that carries a GGUF file), a local directory, a `.gguf` file
-    or a hub id. `token` is for the hub; the environment's HF_TOKEN is the better place for it. `threads` None lets
-    the engine choose.
+    `source` is `package:NAME` (an installed package that carries a GGUF file), a local directory, a `.gguf`
+    file or a hub id. `token` is for the hub; the environment's HF_TOKEN is the better place for it. `threads`
+    None lets the engine choose.
     """
 
     id: _ModelName
@@ -117,7 +118,7 @@ class ModelSettings(_Settings):
 
 
 class GatewaySettings(_Settings):
-    """Caps: requests waiting in the fair queue of a model (in all, and of one tenant), bytes of one request body."""
+    """Caps: requests waiting in a model's fair queue (in all, and of one tenant), bytes of a request body."""
 
     max_queued_requests: _Count = 1024
     max_queued_per_tenant: _Count = 512
@@ -164,9 +165,7 @@ class AppSettings(_Settings):
     @classmethod
     def _known_scheme(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith(_REDIS_SCHEMES):
-            raise ValueError(
-                f"the value given is not allowed; allowed: {', '.join(_REDIS_SCHEMES)} URLs or null"
-            )
+            raise ValueError(f"the value given is not allowed; allowed: null, or {', '.join(_REDIS_SCHEMES)}")
         return url
 
     @field_validator("models")
@@ -270,9 +269,8 @@ def check_document(document: Any, name: str) -> ServeConfig:
     from ray.serve.schema import ServeDeploySchema  # seconds to import: `--help` must not pay for it
 
     if not isinstance(document, dict):
-        raise ConfigError(
-            f"{name}: a mapping is expected; allowed: {', '.join(ServeDeploySchema.model_fields)}"
-        )
+        keys = ", ".join(ServeDeploySchema.model_fields)
+        raise ConfigError(f"{name}: the file must hold a mapping; allowed keys: {keys}")
     for loc, allowed in unknown_keys(document, ServeDeploySchema):
         raise ConfigError(f"{name}: {format_path(loc)}: {describe_unknown(loc[-1], allowed)}")
     try:
@@ -312,7 +310,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def parse_args(data: Any, where: Loc = ("args",), name: str = "config") -> AppSettings:
-    """`args` as settings; a null `redis_url` is what EVENHAND_REDIS_URL says, if it is set. Raises ConfigError."""
+    """`args` as settings; EVENHAND_REDIS_URL stands in for a null `redis_url`. Raises ConfigError."""
     settings = _parse(AppSettings, data, where, name)
     url = os.environ.get(REDIS_URL_VARIABLE)
     if settings.redis_url is not None or not url:
@@ -361,7 +359,7 @@ def refuse_demo_keys(tenants: Iterable[Tenant], host: str) -> None:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML keeps the last of two equal keys in silence; a config file must not."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:

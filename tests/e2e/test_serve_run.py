@@ -1,0 +1,33 @@
+"""Ray Serve's own command on the same config, without our front door."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def test_serve_run(start_server: Any) -> None:
+    """The app brings a Redis of its own, and everything ends with the command."""
+    command = [str(Path(sys.executable).with_name("serve")), "run"]
+    with start_server(
+        command=command,
+        change=stub_engine,
+        ready=lambda server: server.health() == 200,
+        environment={"RAY_ADDRESS": "local"},
+    ) as server:
+        for tenant in ("alpha", "beta"):
+            with server.openai(tenant) as client:
+                answer = client.chat.completions.create(
+                    model=server.model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8
+                )
+            assert answer.usage.completion_tokens == 8
+        server.wait_until(lambda: server.slots("alpha") == server.slots("beta") == 0, 5)
+
+
+def stub_engine(config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["models"][0]["engine"] = "stub"

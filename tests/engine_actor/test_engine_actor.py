@@ -1,0 +1,159 @@
+"""The engine actor without Ray around it: streams, leases, epochs, reports."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_actor import actor as actor_module
+from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
+from engine_actor.build import EngineOptions
+from engine_actor.request import EngineRequest, SamplingParams, StreamRow
+from engine_actor.stub_runner import STUB_TEXT
+from policies.tickets import EngineReport
+
+
+def request(name: str, max_tokens: int = 5, **changes: object) -> EngineRequest:
+    base = EngineRequest(
+        request=name,
+        attempt=1,
+        ticket=name,
+        tenant="a",
+        prompt_token_ids=list(range(20)),
+        sampling=SamplingParams(max_tokens),
+        queue_epoch=1,
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EngineActor]:
+    engine = EngineActor(EngineSpec("engine", "model", EngineOptions(source="", engine="stub", kv_pages=64)))
+    while (await engine.renew("owner")).state != "ready":
+        await asyncio.sleep(0.01)
+    yield engine
+    assert engine._engine_loop is not None
+    engine._engine_loop.stop()
+
+
+async def rows_of(engine: EngineActor, gateway: str, until: int = 1) -> list[StreamRow]:
+    """Rows from a gateway's stream until so many requests have ended."""
+    rows: list[StreamRow] = []
+    async for message in engine.stream(gateway):
+        rows += message.rows
+        if sum(row.finish_reason is not None for row in rows) >= until:
+            break
+    return rows
+
+
+async def test_tokens_come_in_order_and_end_with_usage(engine: EngineActor) -> None:
+    await engine.submit("g", [request("r")])
+    rows = await rows_of(engine, "g")
+    tokens = bytes(token for row in rows for token in row.token_ids)
+    assert tokens == bytes(STUB_TEXT[position % len(STUB_TEXT)] for position in range(20, 25))
+    assert rows[-1].finish_reason == "length"
+    assert rows[-1].usage is not None and rows[-1].usage.output == 5
+    assert rows[-1].timings is not None and rows[-1].timings.prefill_chunks[0][1] == 20
+    assert await engine.is_idle()
+
+
+async def test_each_gateway_gets_its_own_rows(engine: EngineActor) -> None:
+    await engine.submit("g1", [request("one")])
+    await engine.submit("g2", [request("two")])
+    first, second = await asyncio.gather(rows_of(engine, "g1"), rows_of(engine, "g2"))
+    assert {row.request for row in first} == {"one"}
+    assert {row.request for row in second} == {"two"}
+
+
+async def test_submitting_twice_gives_one_answer(engine: EngineActor) -> None:
+    await engine.submit("g", [request("r")])
+    await engine.submit("g", [request("r")])
+    rows = await rows_of(engine, "g")
+    assert sum(len(row.token_ids) for row in rows) == 5
+
+
+async def test_abort_ends_with_a_last_row(engine: EngineActor) -> None:
+    await engine.submit("g", [request("r", 10_000)])
+    await engine.abort([("r", 1)])
+    rows = await rows_of(engine, "g")
+    assert rows[-1].finish_reason == "abort" and rows[-1].usage is not None
+
+
+async def test_a_request_without_lease_is_aborted(engine: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "REQUEST_LEASE_SECONDS", 1.0)
+    await engine.submit("g", [request("kept", 10_000), request("left", 10_000)])
+
+    async def renew() -> None:
+        while True:
+            await engine.renew_requests("g", [("kept", 1)])
+            await asyncio.sleep(0.2)
+
+    renewal = asyncio.create_task(renew())
+    rows = await asyncio.wait_for(rows_of(engine, "g"), 10.0)
+    renewal.cancel()
+    assert [(row.request, row.finish_reason) for row in rows if row.finish_reason] == [("left", "abort")]
+
+
+async def test_a_second_owner_must_wait_for_the_first_ones_lease(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not (await engine.renew("other")).owned
+    monkeypatch.setattr(actor_module, "OWNER_LEASE_SECONDS", 0.0)
+    await asyncio.sleep(0.01)
+    assert (await engine.renew("other")).owned
+    monkeypatch.undo()
+    assert not (await engine.renew("owner")).owned
+
+
+async def test_an_older_fair_queue_is_refused(engine: EngineActor) -> None:
+    first = engine.reports(5)
+    assert (await anext(first)).engine == "engine"
+    assert await engine.queue_epoch() == 5
+    with pytest.raises(StaleEpochError):
+        await anext(engine.reports(5))
+    with pytest.raises(StaleEpochError):
+        await engine.submit("g", [request("r", queue_epoch=4)])
+    await engine.submit("g", [request("r", queue_epoch=5)])
+
+
+async def test_reports_carry_cumulative_service_and_acceptances(engine: EngineActor) -> None:
+    reports = engine.reports(1)
+    seen: list[EngineReport] = [await anext(reports)]
+    await engine.submit("g", [request("r", queue_epoch=1)])
+    accepted: list[tuple[str, int]] = []
+    while seen[-1].served.get("a", 0.0) < 20 + 2 * 5:
+        seen.append(await asyncio.wait_for(anext(reports), 5.0))
+        accepted += seen[-1].accepted
+    assert accepted == [("r", 1)]
+    totals = [report.served.get("a", 0.0) for report in seen]
+    assert totals == sorted(totals)
+    assert seen[-1].outstanding.get("a", 0.0) == 0.0
+
+
+async def test_a_new_fair_queue_takes_the_reports_over(engine: EngineActor) -> None:
+    old, new = engine.reports(1), engine.reports(2)
+    await anext(old)
+    await anext(new)
+    assert (await asyncio.wait_for(anext(new), 5.0)).engine == "engine"
+    with pytest.raises(StopAsyncIteration):
+        while True:
+            await asyncio.wait_for(anext(old), 5.0)
+
+
+async def test_drain_is_reported_at_once(engine: EngineActor) -> None:
+    reports = engine.reports(1)
+    await anext(reports)
+    await engine.drain()
+    while not (await asyncio.wait_for(anext(reports), 2.0)).draining:
+        pass
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_to_the_owner() -> None:
+    engine = EngineActor(EngineSpec("engine", "model", EngineOptions(source="/nowhere/model.gguf", engine="torch")))
+    while (heartbeat := await engine.renew("owner")).state == "loading":
+        await asyncio.sleep(0.01)
+    assert heartbeat.state == "failed" and "model.gguf" in heartbeat.detail
+    with pytest.raises(EngineNotReadyError):
+        await engine.describe()
