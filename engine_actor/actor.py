@@ -149,11 +149,11 @@ class EngineActor:
     async def release(self, owner: str) -> None:
         """The owner gives the engine up: it ends at once."""
         if owner == self._owner:
-            ray.actor.exit_actor()
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.create_task(self._watch_leases())
+        self._watch = loop.create_task(self._watch_leases())
         try:
             built = await asyncio.to_thread(build_engine, self._spec.options)
         except Exception as error:
@@ -202,7 +202,9 @@ class EngineActor:
             await asyncio.sleep(_TICK_SECONDS)
             now = time.monotonic()
             if now - self._owner_renewed > OWNER_LEASE_SECONDS:
-                logger.warning("nobody has owned engine %s for %.0f s: it ends", self._spec.name, OWNER_LEASE_SECONDS)
+                logger.warning(
+                    "nobody has owned engine %s for %.0f s: it ends", self._spec.name, OWNER_LEASE_SECONDS
+                )
                 _exit_process()
             for name, gateway in list(self._gateways.items()):
                 for key in [key for key, expiry in gateway.live.items() if expiry < now]:
@@ -337,7 +339,9 @@ class EngineActor:
             scheduler.cached_tokens,
             scheduler.computed_tokens,
         )
-        recomputed, preempted, cached, computed = (new - old for new, old in zip(totals, counted, strict=True))
+        recomputed, preempted, cached, computed = (
+            new - old for new, old in zip(totals, counted, strict=True)
+        )
         if record is not None and result is not None:
             self._stats.observe_step(
                 now=time.monotonic(),

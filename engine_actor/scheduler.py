@@ -55,7 +55,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, num_pages: int, *, epoch: int = 0, prices: ServicePrices = DEFAULT_PRICES
+        self,
+        config: SchedulerConfig,
+        num_pages: int,
+        *,
+        epoch: int = 0,
+        prices: ServicePrices = DEFAULT_PRICES,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -191,7 +196,9 @@ class Scheduler:
             if not last or sequence.aborted:
                 continue
             if not finite:
-                rows.append(self._finish(sequence, now, "error", error="the model returned non-finite logits"))
+                rows.append(
+                    self._finish(sequence, now, "error", error="the model returned non-finite logits")
+                )
                 continue
             rows.append(self._append(sequence, token, now))
         return rows
@@ -266,7 +273,8 @@ class Scheduler:
         """Move waiting requests into the running set while slots and pages last, strictly in order."""
         limit = int(self.config.kv_cache_utilization_limit * self.cache.total)
         unreserved = sum(
-            max(0, pages_for(len(sequence.token_ids)) - len(sequence.table.pages)) for sequence in self._running
+            max(0, pages_for(len(sequence.token_ids)) - len(sequence.table.pages))
+            for sequence in self._running
         )
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
@@ -396,7 +404,9 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self._running.remove(sequence)
-        position = next((i for i, other in enumerate(self._waiting) if other.id > sequence.id), len(self._waiting))
+        position = next(
+            (i for i, other in enumerate(self._waiting) if other.id > sequence.id), len(self._waiting)
+        )
         self._waiting.insert(position, sequence)
 
     def _remember(self, key: tuple[str, int]) -> None:

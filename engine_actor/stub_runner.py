@@ -22,7 +22,12 @@ class StubRunner(Runner):
     def __init__(self, num_pages: int, *, step_seconds: float = 0.005, token_seconds: float = 0.0001) -> None:
         self.num_pages = num_pages
         self.info = ExecutorInfo(
-            executor="stub", attention_backend="none", device="cpu", dtype="none", quantization="none", threads=1
+            executor="stub",
+            attention_backend="none",
+            device="cpu",
+            dtype="none",
+            quantization="none",
+            threads=1,
         )
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds

@@ -19,9 +19,7 @@ class ServicePrices:
 
     def cost(self, *, computed_input: int = 0, cached_input: int = 0, output: int = 0) -> float:
         """Service of a number of tokens, in input-token units."""
-        return (
-            self.computed_input * computed_input + self.cached_input * cached_input + self.output * output
-        )
+        return self.computed_input * computed_input + self.cached_input * cached_input + self.output * output
 
 
 DEFAULT_PRICES = ServicePrices()

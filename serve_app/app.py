@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _REDIS_WATCH_SECONDS = 2.0
 
+
 class Gateway:
     """The ingress deployment: one GatewayApp per replica. `user_config` (tenants) reloads without a restart."""
 
@@ -72,7 +73,8 @@ class Gateway:
             telemetry=telemetry,
             max_request_bytes=settings.gateway.max_request_bytes,
             waiting_timeouts={
-                model.id: model.scheduler.for_device(device()).waiting_timeout_ms / 1000 for model in settings.models
+                model.id: model.scheduler.for_device(device()).waiting_timeout_ms / 1000
+                for model in settings.models
             },
             metrics_key=settings.telemetry.metrics_key,
             version=version("evenhand"),

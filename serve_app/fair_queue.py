@@ -92,7 +92,8 @@ class FairQueueActor:
 
     async def release(self, owner: str) -> None:
         if owner == self._owner:
-            ray.actor.exit_actor()
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
     async def enqueue(self, ticket: Ticket) -> Grant | Refusal:
         """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time."""
         key = (ticket.request, ticket.attempt)
@@ -138,7 +139,11 @@ class FairQueueActor:
             await asyncio.sleep(_TICK_SECONDS)
             now = time.monotonic()
             if now - self._owner_renewed > OWNER_LEASE_SECONDS:
-                logger.warning("nobody has owned the fair queue of %s for %.0f s: it ends", self._spec.model, OWNER_LEASE_SECONDS)
+                logger.warning(
+                    "nobody has owned the fair queue of %s for %.0f s: it ends",
+                    self._spec.model,
+                    OWNER_LEASE_SECONDS,
+                )
                 os._exit(0)
             for ticket in self._queue.expire(now, self._spec.waiting_timeout_ms):
                 self._refuse(ticket)

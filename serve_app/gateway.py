@@ -174,15 +174,18 @@ class GatewayApp:
     async def _admit(self, endpoint: Endpoint, connection: Connection, record: RequestRecord) -> RequestLife:
         """Steps 1 and 2: who asks, and for what. Raises ApiError."""
         tenant = self._authenticate(connection.headers.getlist("authorization"), record)
-        media_type = connection.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        media_type = (
+            connection.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        )
         if media_type != "application/json":
             raise errors.unsupported_media_type()
         raw = await connection.read_body(self._max_request_bytes)
         body: ChatCompletionRequest | CompletionRequest
-        if endpoint == "chat":
-            body = parse_body(raw, ChatCompletionRequest)
-        else:
-            body = parse_body(raw, CompletionRequest)
+        body = (
+            parse_body(raw, ChatCompletionRequest)
+            if endpoint == "chat"
+            else parse_body(raw, CompletionRequest)
+        )
         record.model = body.model
         pool = self._pool(body.model, tenant)
         record.model = pool.model
@@ -303,7 +306,11 @@ class GatewayApp:
     async def _metrics(self, request: Request) -> Response:
         """Metrics of this gateway and the engines it hears from, for the holder of the metrics key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if self._metrics_key is None or scheme.lower() != "bearer" or not _same(key.strip(), self._metrics_key):
+        if (
+            self._metrics_key is None
+            or scheme.lower() != "bearer"
+            or not _same(key.strip(), self._metrics_key)
+        ):
             raise errors.invalid_api_key()
         for pool in self.pools:
             for name, channel in pool.channels.items():

@@ -8,6 +8,7 @@ word leaves the actor alive for its successor; an actor without an owner ends it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import uuid
@@ -94,9 +95,9 @@ class ActorOwner:
             raise ActorFailedError(self._failure)
         heartbeat = self._heartbeat
         if heartbeat is None or heartbeat.state not in ("ready", "draining") or not heartbeat.owned:
-            if self._recipe is not None and heartbeat is not None and heartbeat.owned:
+            if heartbeat is not None and heartbeat.owned:
                 ray.kill(self._actor)  # it answers but does not serve: its successor starts afresh
-            raise ActorFailedError(f"{self._recipe and self._recipe.name}: {heartbeat}")
+            raise ActorFailedError(f"{self._name}: {heartbeat}")
 
     async def release(self) -> None:
         """End the actor in order."""
@@ -105,10 +106,9 @@ class ActorOwner:
         if self._actor is None:
             return
         actor, self._actor = self._actor, None
-        try:
+        # The actor ends while it answers.
+        with contextlib.suppress(ray.exceptions.RayError, asyncio.TimeoutError):
             await asyncio.wait_for(actor.release.remote(self._id), CALL_TIMEOUT_SECONDS)
-        except (ray.exceptions.RayError, asyncio.TimeoutError):
-            pass  # the actor ends while it answers
 
     async def drain_and_release(self, seconds: float) -> None:
         """Let the actor finish what it has, for so long at most, and end it. It takes nothing new meanwhile."""
@@ -116,7 +116,7 @@ class ActorOwner:
             try:
                 await asyncio.wait_for(self._drain(), seconds)
             except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
-                logger.warning("%s did not drain: %s", self._recipe and self._recipe.name, type(error).__name__)
+                logger.warning("%s did not drain: %s", self._name, type(error).__name__)
         await self.release()
 
     async def _drain(self) -> None:
@@ -125,9 +125,8 @@ class ActorOwner:
             await asyncio.sleep(_RETRY_SECONDS)
 
     @property
-    def heartbeat(self) -> OwnedHeartbeat | None:
-        """The last one received."""
-        return self._heartbeat
+    def _name(self) -> str:
+        return "an actor" if self._recipe is None else self._recipe.name
 
     async def _try(self, recipe: ActorRecipe) -> bool:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **recipe.options}
@@ -154,9 +153,10 @@ class ActorOwner:
         try:
             self._heartbeat = await asyncio.wait_for(self._actor.renew.remote(self._id), CALL_TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
-            self._failure = f"{self._recipe and self._recipe.name} has not answered for {CALL_TIMEOUT_SECONDS:.0f} s"
+            self._failure = f"{self._name} has not answered for {CALL_TIMEOUT_SECONDS:.0f} s"
+            ray.kill(self._actor)  # its name must be free for a successor
         except ray.exceptions.RayError as error:
-            self._failure = f"{self._recipe and self._recipe.name} has died ({type(error).__name__})"
+            self._failure = f"{self._name} has died ({type(error).__name__})"
 
     async def _keep_renewing(self) -> None:
         while self._failure is None:

@@ -31,7 +31,13 @@ class ModelPool:
     """A base model with the engines behind it. Aliases are names of the same pool."""
 
     def __init__(
-        self, model: str, aliases: tuple[str, ...], text: ModelText, queue: str, engines: tuple[str, ...], gateway: str
+        self,
+        model: str,
+        aliases: tuple[str, ...],
+        text: ModelText,
+        queue: str,
+        engines: tuple[str, ...],
+        gateway: str,
     ) -> None:
         self.model = model
         self.names = (model, *aliases)

@@ -127,14 +127,20 @@ class RequestLife:
         try:
             outcome = await self._quota.reserve(self._tenant, self.id, slots=len(self._sequences))
         except QuotaUnavailable:
-            raise ApiError("quota_store_unavailable", "The quota store does not answer. Try again shortly.") from None
+            raise ApiError(
+                "quota_store_unavailable", "The quota store does not answer. Try again shortly."
+            ) from None
         self.record.reserved_ms = self.record.now_ms()
         if outcome.rate is not None:
             self.headers["x-ratelimit-limit-requests"] = str(outcome.rate.limit)
             self.headers["x-ratelimit-remaining-requests"] = str(outcome.rate.remaining)
             self.headers["x-ratelimit-reset-requests"] = f"{outcome.rate.reset_ms / 1000:g}s"
         if isinstance(outcome, QuotaRefusal):
-            unit = "requests per minute" if outcome.limit_name == "requests_per_minute" else "concurrent requests"
+            unit = (
+                "requests per minute"
+                if outcome.limit_name == "requests_per_minute"
+                else "concurrent requests"
+            )
             raise ApiError(
                 outcome.code,
                 f"This tenant's limit of {outcome.limit} {unit} has been reached.",
@@ -209,7 +215,9 @@ class RequestLife:
                 await asyncio.sleep(_ASK_AGAIN_SECONDS)
             except EngineLostError:
                 if sent or runs >= MAX_RUNS:
-                    raise ApiError("engine_unavailable", "The engine was lost while it answered this request.") from None
+                    raise ApiError(
+                        "engine_unavailable", "The engine was lost while it answered this request."
+                    ) from None
                 logger.info("request %s is run again: its engine was lost", self.id)
                 for sequence in self._sequences:
                     sequence.restart(self._text_stream())

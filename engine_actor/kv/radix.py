@@ -181,7 +181,12 @@ class RadixCache:
                 assert child.parent is node and child.pages and child.key[: self._page_bytes] == first
                 assert child.locks == 0 or node.locks > 0
                 stack.append(child)
-        assert (evictable, locked) == (self.evictable, self.locked), (evictable, locked, self.evictable, self.locked)
+        assert (evictable, locked) == (self.evictable, self.locked), (
+            evictable,
+            locked,
+            self.evictable,
+            self.locked,
+        )
 
     def _root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
@@ -219,7 +224,9 @@ class RadixCache:
             return len(run)
         size = self._page_bytes
         common = size
-        while common < len(run) and run[common : common + size] == key[depth + common : depth + common + size]:
+        while (
+            common < len(run) and run[common : common + size] == key[depth + common : depth + common + size]
+        ):
             common += size
         return common
 

@@ -93,6 +93,6 @@ class LlamaModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (heads + 2 * kv_heads) * head_dim] to rotated q and k, and v, each [T, heads, head_dim]."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        by_head = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+        by_head = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         rotated = self._rotary.rotate(by_head[:, : heads + kv_heads], angles)
         return rotated[:, :heads], rotated[:, heads:], by_head[:, heads + kv_heads :]

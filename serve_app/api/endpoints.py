@@ -46,7 +46,9 @@ def parse_completion(body: CompletionRequest, text: ModelText, max_model_len: in
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise invalid_request(f"prompt[{index}]: must not be empty.", "prompt")
-    builder = CompletionResponses(f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage)
+    builder = CompletionResponses(
+        f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage
+    )
     return _parse(body, prompts, "prompt", "max_tokens", builder, text, max_model_len)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.loading.checkpoint import Checkpoint, load_checkpoint
 from engine_actor.loading.gguf_header import read_gguf_header

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from engine_actor.attention.base import token_positions, token_slots
 from engine_actor.attention.reference import ReferenceBackend
 from engine_actor.executor import PAGE_SIZE
@@ -26,7 +27,9 @@ def make_backend(dtype: torch.dtype = torch.float32) -> ReferenceBackend:
 
 def random_qkv(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, n, HEAD_DIM, generator=generator).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(tokens, n, HEAD_DIM, generator=generator).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 class Oracle:
@@ -95,7 +98,9 @@ def test_many_decode_rows_of_any_context(make_record, make_row) -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 16, 31])
 @pytest.mark.parametrize("rest", [float("nan"), float("inf")])
-def test_nothing_of_a_former_owner_reaches_the_result(make_record, make_row, length: int, rest: float) -> None:
+def test_nothing_of_a_former_owner_reaches_the_result(
+    make_record, make_row, length: int, rest: float
+) -> None:
     """Every other slot of the pool, the free slots of the own last page included, holds NaN or infinity."""
     q, k, v = random_qkv(length + 1, 3)
     rows = [make_row([0] * length, [4, 8]), make_row([0], [11])]

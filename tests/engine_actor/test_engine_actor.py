@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
+
 from engine_actor import actor as actor_module
 from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
 from engine_actor.build import EngineOptions
@@ -81,7 +82,9 @@ async def test_abort_ends_with_a_last_row(engine: EngineActor) -> None:
     assert rows[-1].finish_reason == "abort" and rows[-1].usage is not None
 
 
-async def test_a_request_without_lease_is_aborted(engine: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_without_lease_is_aborted(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actor_module, "REQUEST_LEASE_SECONDS", 1.0)
     await engine.submit("g", [request("kept", 10_000), request("left", 10_000)])
 
@@ -151,7 +154,9 @@ async def test_drain_is_reported_at_once(engine: EngineActor) -> None:
 
 
 async def test_a_model_that_cannot_be_loaded_is_told_to_the_owner() -> None:
-    engine = EngineActor(EngineSpec("engine", "model", EngineOptions(source="/nowhere/model.gguf", engine="torch")))
+    engine = EngineActor(
+        EngineSpec("engine", "model", EngineOptions(source="/nowhere/model.gguf", engine="torch"))
+    )
     while (heartbeat := await engine.renew("owner")).state == "loading":
         await asyncio.sleep(0.01)
     assert heartbeat.state == "failed" and "model.gguf" in heartbeat.detail

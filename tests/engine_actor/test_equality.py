@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from engine_actor.executor import Executor, Runner
 from engine_actor.request import EngineRequest, SamplingParams
 from engine_actor.sampling.sampler import sample
@@ -27,7 +28,8 @@ PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea, there lived an old fisherman who",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
-    "Water boils at one hundred degrees. Ice melts at zero. Between them lies everything that fish know about. " * 3,
+    "Water boils at one hundred degrees. Ice melts at zero. Between them lies everything that fish know about. "
+    * 3,
 ]
 TOKENS = 8
 

@@ -10,12 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
+
 from engine_actor.loading.checkpoint import load_checkpoint
 from engine_actor.loading.config import read_model_config
 from engine_actor.loading.gguf_header import read_gguf_header
 from engine_actor.loading.source import LoadError, ResolvedSource
 from engine_actor.torch_executor import TorchExecutor
-from gguf import GGMLQuantizationType as Type
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 256, 256, 64, 4, 2
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -146,7 +147,9 @@ def test_an_unsupported_type_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_permuted_rows_compute_what_transformers_computes(tmp_path: Path, make_record, make_row, tied) -> None:
+def test_permuted_rows_compute_what_transformers_computes(
+    tmp_path: Path, make_record, make_row, tied
+) -> None:
     """Rows are permuted here as llama.cpp's converter does it; the answer must be that of the plain weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+
 from engine_actor.loading.source import LoadError, ResolvedSource, resolve_source
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -88,7 +89,9 @@ def test_a_package_must_hold_one_model(
 
 
 @pytest.mark.parametrize("source", ["/no/such/dir", "./no", "../no/such", "no/such/model.gguf", "a/b/c", ""])
-def test_paths_that_do_not_exist_are_not_asked_of_the_hub(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_do_not_exist_are_not_asked_of_the_hub(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(LoadError):
         resolve_source(source)

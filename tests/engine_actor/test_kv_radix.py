@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from engine_actor.executor import PAGE_SIZE
-from engine_actor.kv.cache import KVCache, SequencePages, pages_for
-from engine_actor.kv.pages import PageError, PagePool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_actor.executor import PAGE_SIZE
+from engine_actor.kv.cache import KVCache, SequencePages, pages_for
+from engine_actor.kv.pages import PageError, PagePool
 
 
 def run(cache: KVCache, namespace: str, tokens: list[int]) -> SequencePages:
@@ -115,7 +116,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.live: list[tuple[SequencePages, list[int], int]] = []
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
 
-    @rule(namespace=st.sampled_from("ab"), shape=st.lists(st.integers(0, 2), max_size=4), tail=st.integers(1, 20))
+    @rule(
+        namespace=st.sampled_from("ab"),
+        shape=st.lists(st.integers(0, 2), max_size=4),
+        tail=st.integers(1, 20),
+    )
     def open(self, namespace: str, shape: list[int], tail: int) -> None:
         prompt = [value for page in shape for value in [page] * PAGE_SIZE] + [9] * tail
         table = self.cache.open(namespace, prompt)
@@ -135,7 +140,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.content[table.pages[number]] = (table.namespace, tuple(prompt[: (number + 1) * PAGE_SIZE]))
         self.cache.share(table, prompt, end)
         for number in range(end // PAGE_SIZE):
-            assert self.content[table.pages[number]] == (table.namespace, tuple(prompt[: (number + 1) * PAGE_SIZE]))
+            assert self.content[table.pages[number]] == (
+                table.namespace,
+                tuple(prompt[: (number + 1) * PAGE_SIZE]),
+            )
         self.live[index] = (table, prompt, end)
 
     @precondition(lambda self: self.live)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_actor.torch_executor import TorchExecutor
 from torch.nn.functional import kl_div, log_softmax
+
+from engine_actor.torch_executor import TorchExecutor
 
 NEAR_TIE = 1e-4
 
@@ -29,7 +30,9 @@ def test_64_greedy_tokens_in_one_batch_equal_transformers(
     tables = [list(range(1 + 60 * i, 61 + 60 * i)) for i in range(len(texts))]
     record = make_record(*(make_row(tokens, table) for tokens, table in zip(sequences, tables, strict=True)))
     for _ in range(64):
-        for tokens, chosen in zip(sequences, float32_executor.execute(record).argmax(dim=-1).tolist(), strict=True):
+        for tokens, chosen in zip(
+            sequences, float32_executor.execute(record).argmax(dim=-1).tolist(), strict=True
+        ):
             tokens.append(chosen)
         record = make_record(
             *(
@@ -53,7 +56,9 @@ def test_a_prompt_in_chunks_equals_the_prompt_whole(
     whole = float32_executor.execute(make_record(make_row(tokens, range(1, 20))))
     pages = range(100, 120)
     for start in range(0, len(tokens), chunk):
-        last = float32_executor.execute(make_record(make_row(tokens[start : start + chunk], pages, start=start)))
+        last = float32_executor.execute(
+            make_record(make_row(tokens[start : start + chunk], pages, start=start))
+        )
     assert (last - whole).abs().max() < 2e-4
 
 
@@ -67,6 +72,8 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(
         theirs = copy.deepcopy(reference).bfloat16()(torch.tensor([text])).logits[0].float()
 
     def divergence(logits: torch.Tensor) -> float:
-        return float(kl_div(log_softmax(logits, dim=-1), exact, log_target=True, reduction="none").sum(-1).mean())
+        return float(
+            kl_div(log_softmax(logits, dim=-1), exact, log_target=True, reduction="none").sum(-1).mean()
+        )
 
     assert divergence(all_logits(executor, text)) <= divergence(theirs)

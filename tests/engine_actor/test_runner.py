@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from engine_actor.executor import Executor, ExecutorInfo
 from engine_actor.runner import ModelRunner
 from engine_actor.step import StepRecord

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from engine_actor.loading.checkpoint import load_checkpoint
 from engine_actor.loading.config import ModelConfig, read_model_config
 from engine_actor.loading.source import LoadError, ResolvedSource
 from engine_actor.torch_executor import TorchExecutor
-from safetensors.torch import load_file, save_file
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -168,13 +169,19 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ("name", "replacement", "expected"),
     [
         ("model.layers.1.mlp.up_proj.weight", None, "missing: model.layers.1.mlp.up_proj.weight"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), "unknown: model.layers.0.self_attn.q_proj.bias"),
+        (
+            "model.layers.0.self_attn.q_proj.bias",
+            torch.zeros(64),
+            "unknown: model.layers.0.self_attn.q_proj.bias",
+        ),
         ("model.norm.weight", torch.zeros(65), "wrong shape: model.norm.weight is [65], expected [64]"),
         ("model.embed_tokens.weight", torch.zeros(97, 64), "wrong shape: model.embed_tokens.weight"),
         ("lm_head.weight", None, "tie_word_embeddings=false"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, name: str, replacement: Any, expected: str) -> None:
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, name: str, replacement: Any, expected: str
+) -> None:
     save_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop(name, None)
@@ -206,7 +213,10 @@ def test_stored_frequencies_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
+        ),
         ({"architectures": None}, "architecture none is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "(awq)"),
         ({"attention_bias": True}, "attention_bias"),
@@ -216,7 +226,9 @@ def test_stored_frequencies_are_ignored(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 heads can not share 3"),
     ],
 )
-def test_unsupported_configurations_are_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+def test_unsupported_configurations_are_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
     save_model(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
     assert expected in load_error(tmp_path)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from engine_actor.sampling.random import uniform
 from engine_actor.sampling.sampler import sample
 from engine_actor.step import SamplingColumns
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def columns(rows: int, **values: Any) -> SamplingColumns:
@@ -55,7 +56,9 @@ def test_frequencies_over_seeds_at_one_position_follow_the_softmax() -> None:
 def test_temperature_sharpens_and_flattens() -> None:
     for temperature in (0.5, 3.0):
         expected = PROBABILITIES ** (1 / temperature)
-        np.testing.assert_allclose(draws(LOGITS, temperature=temperature), expected / expected.sum(), atol=0.015)
+        np.testing.assert_allclose(
+            draws(LOGITS, temperature=temperature), expected / expected.sum(), atol=0.015
+        )
 
 
 def test_temperature_zero_and_near_zero_take_the_maximum() -> None:
@@ -109,7 +112,9 @@ def test_excluded_tokens_are_never_drawn() -> None:
 def test_a_row_that_is_not_finite_harms_no_other() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 100, generator=generator)
-    values = columns(6, temperature=[0, 1, 0, 1, 0.7, 1], top_p=[1, 0.9, 1, 0.9, 1, 1], top_k=[0, 0, 0, 0, 5, 0])
+    values = columns(
+        6, temperature=[0, 1, 0, 1, 0.7, 1], top_p=[1, 0.9, 1, 0.9, 1, 1], top_k=[0, 0, 0, 0, 5, 0]
+    )
     expected, finite = sample(logits, values)
     assert finite.all()
     broken = logits.clone()
@@ -161,7 +166,7 @@ def test_random_numbers_are_uniform_and_unrelated() -> None:
     positions = np.arange(count, dtype=np.int32)
     for seed in (0, 1, 2**64 - 1):
         numbers = uniform(np.full(count, seed, np.uint64), positions)
-        assert 0 <= numbers.min() and numbers.max() < 1
+        assert numbers.min() >= 0 and numbers.max() < 1
         bins = np.bincount((numbers * 100).astype(int), minlength=100)
         assert ((bins - count / 100) ** 2 / (count / 100)).sum() < 160  # chi-square, 99 degrees: p of 1e-4
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
@@ -171,10 +176,8 @@ def test_random_numbers_are_uniform_and_unrelated() -> None:
     assert abs(np.corrcoef(first[1:], second[:-1])[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("seed", "position", "expected"), [(0, 0, 0.651869943246018), (42, 17, None), (2**64 - 1, 8191, None)]
-)
-def test_a_random_number_equals_its_definition(seed: int, position: int, expected: float | None) -> None:
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (42, 17), (2**64 - 1, 8191)])
+def test_a_random_number_equals_its_definition(seed: int, position: int) -> None:
     """SplitMix64 in plain integers; a change here would change what a stored seed generates."""
     mask = 2**64 - 1
 
@@ -186,4 +189,3 @@ def test_a_random_number_equals_its_definition(seed: int, position: int, expecte
 
     got = uniform(np.array([seed], np.uint64), np.array([position], np.int32))[0]
     assert got == (mix((mix(seed) + position * 0x9E3779B97F4A7C15) & mask) >> 11) * 2.0**-53
-    assert expected is None or got == pytest.approx(expected, abs=1e-15)

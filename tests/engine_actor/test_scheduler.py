@@ -6,13 +6,14 @@ import hashlib
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from engine_actor.executor import PAGE_SIZE, ExecutorInfo, Runner
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.scheduler import Scheduler, SchedulerConfig
 from engine_actor.step import StepRecord, StepResult
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 VOCAB = 50
 
@@ -51,7 +52,13 @@ class PageReadingRunner(Runner):
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int = 8, *, tenant: str = "a", weight: float = 1.0, stop: int | None = None
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    tenant: str = "a",
+    weight: float = 1.0,
+    stop: int | None = None,
 ) -> EngineRequest:
     return EngineRequest(
         request=name,
@@ -268,12 +275,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler, self.runner = make(num_pages=14, max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=13)
+        self.scheduler, self.runner = make(
+            num_pages=14, max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=13
+        )
         self.prompts: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
 
-    @rule(shape=st.lists(st.integers(0, 1), max_size=3), tail=st.integers(1, 20), tokens=st.integers(1, 40), tenant=st.sampled_from("ab"))
+    @rule(
+        shape=st.lists(st.integers(0, 1), max_size=3),
+        tail=st.integers(1, 20),
+        tokens=st.integers(1, 40),
+        tenant=st.sampled_from("ab"),
+    )
     def submit(self, shape: list[int], tail: int, tokens: int, tenant: str) -> None:
         name = f"r{len(self.prompts)}"
         self.prompts[name] = [value for page in shape for value in [page] * PAGE_SIZE] + [7] * tail

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from engine_actor.loading.checkpoint import Checkpoint, load_checkpoint
 from engine_actor.models import layers
 from engine_actor.models.layers import make_linear, packed_bfloat16_available
@@ -63,10 +64,7 @@ def test_any_mix_of_rows_equals_each_request_alone(executor: TorchExecutor, make
     rest = [(39, 40), (0, 1), (16, 17), (0, 3)]
     logits = executor.execute(
         make_record(
-            *(
-                make_row(prompts[i][start:end], tables[i], start=start)
-                for i, (start, end) in enumerate(rest)
-            )
+            *(make_row(prompts[i][start:end], tables[i], start=start) for i, (start, end) in enumerate(rest))
         )
     )
     assert logits.shape == (4, VOCAB) and logits.dtype == torch.float32
@@ -77,9 +75,7 @@ def test_any_mix_of_rows_equals_each_request_alone(executor: TorchExecutor, make
 def test_only_rows_that_end_get_logits_in_row_order(executor: TorchExecutor, make_record, make_row) -> None:
     first, second, third = prompt(20, 1), prompt(5, 2), prompt(9, 3)
     logits = executor.execute(
-        make_record(
-            make_row(first[:10], [1, 2], more=True), make_row(second, [3]), make_row(third, [4])
-        )
+        make_record(make_row(first[:10], [1, 2], more=True), make_row(second, [3]), make_row(third, [4]))
     )
     assert logits.shape == (2, VOCAB)
     assert close(logits[0], executor.execute(make_record(make_row(second, [9])))[0], executor)
@@ -102,14 +98,18 @@ def test_a_cached_prefix_is_used_as_if_computed(executor: TorchExecutor, make_re
         assert close(row, expected, executor)
 
 
-def test_reused_pages_show_nothing_of_their_former_owner(executor: TorchExecutor, make_record, make_row) -> None:
+def test_reused_pages_show_nothing_of_their_former_owner(
+    executor: TorchExecutor, make_record, make_row
+) -> None:
     tokens = prompt(21, 8)
     before = executor.execute(make_record(make_row(tokens, [1, 2])))
     executor.execute(make_record(make_row(prompt(32, 9), [1, 2])))
     assert torch.equal(executor.execute(make_record(make_row(tokens, [1, 2]))), before)
 
 
-def test_an_executor_built_in_one_thread_runs_in_another(checkpoint: Checkpoint, make_record, make_row) -> None:
+def test_an_executor_built_in_one_thread_runs_in_another(
+    checkpoint: Checkpoint, make_record, make_row
+) -> None:
     """Engines load in one thread and step in another: the thread count and inference mode go along."""
     executor = TorchExecutor(checkpoint, dtype="float32", num_pages=8, threads=1)
     record = make_record(make_row(prompt(9, 1), [1]))
@@ -132,7 +132,12 @@ def test_the_pool_is_sized_by_pages_or_by_memory(checkpoint: Checkpoint) -> None
     assert TorchExecutor(checkpoint, dtype="float32", kv_memory_bytes=12_288 * 5 + 1).num_pages == 5
     assert TorchExecutor(checkpoint, dtype="bfloat16", kv_memory_bytes=12_288 * 5 + 1).num_pages == 10
     assert TorchExecutor(checkpoint, dtype="float32", num_pages=2).num_pages == 2
-    for options in ({}, {"num_pages": 4, "kv_memory_bytes": 1 << 20}, {"num_pages": 1}, {"kv_memory_bytes": 100}):
+    for options in (
+        {},
+        {"num_pages": 4, "kv_memory_bytes": 1 << 20},
+        {"num_pages": 1},
+        {"kv_memory_bytes": 100},
+    ):
         with pytest.raises(ValueError, match="page"):
             TorchExecutor(checkpoint, dtype="float32", **options)
 
@@ -153,7 +158,12 @@ def test_types(checkpoint: Checkpoint, make_record, make_row) -> None:
 
 def test_info_says_what_runs(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     info = TorchExecutor(checkpoint, dtype="float32", num_pages=4, threads=1).info
-    assert (info.executor, info.attention_backend, info.device, info.dtype) == ("torch", "reference", "cpu", "float32")
+    assert (info.executor, info.attention_backend, info.device, info.dtype) == (
+        "torch",
+        "reference",
+        "cpu",
+        "float32",
+    )
     assert info.fallback_reason is None
     monkeypatch.setattr("engine_actor.torch_executor.packed_bfloat16_available", lambda: False)
     reason = TorchExecutor(checkpoint, dtype="bfloat16", num_pages=4, threads=1).info.fallback_reason
