@@ -42,9 +42,9 @@ class RunLog:
 def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog:
     """Run every request to its full length, greedily, each submitted when it arrives.
 
-    Scheduler and KV cache are new, so nothing that ran before is in the prefix cache. Requests that arrive at
-    0 are handed over before the first step: the same workload makes the same steps. Raises BenchmarkError when
-    the engine fails.
+    Scheduler and KV cache are new, so nothing that ran before is in the prefix cache. Requests that arrive
+    at 0 are handed over before the first step: the same workload makes the same steps. Raises BenchmarkError
+    when the engine fails.
     """
     scheduler = Scheduler(built.scheduler, built.runner.num_pages)
     recorder = _Recorder(requests)

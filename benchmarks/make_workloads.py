@@ -1,7 +1,7 @@
 """Makes the workload files: `python -m benchmarks.make_workloads`. The same files come out every time.
 
-Lengths are in tokens of the default model. Prompts are cut from the texts in workloads/texts.jsonl; no text is
-used twice in a workload, so that the prefix cache has nothing to find.
+Lengths are in tokens of the default model. Prompts are cut from the texts in workloads/texts.jsonl; no text
+is used twice in a workload, so that the prefix cache has nothing to find.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from engine_actor.torch_executor import TorchExecutor
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a step: its new tokens, the position of the first, its pages; `more` means a chunk follows."""
+    """One row of a step: its new tokens, the pages, the position of the first; `more`: a chunk follows."""
 
     tokens: Sequence[int]
     pages: Sequence[int]
@@ -92,19 +92,20 @@ def encode(smollm: Checkpoint) -> Callable[[str], list[int]]:
 
 
 TEXTS = (
-    "The tide rises twice a day because the moon pulls on the water of the sea, and the turning earth carries "
-    "each coast through two bulges. Near the moon the pull is stronger than at the centre of the earth, so the "
-    "water there is drawn towards it. On the far side the pull is weaker, and the water is left behind. Between "
-    "the two bulges the sea is low. The sun does the same, but less, since it is so much further away. When sun "
-    "and moon stand in one line their pulls add up, and the tides are large; when they stand at a right angle, "
-    "the tides are small. The shape of the coast matters too: in a narrow bay the water piles up, and the sea "
-    "may rise by more than ten metres within six hours.",
-    "def merge(left: list[int], right: list[int]) -> list[int]:\n    result = []\n    i = j = 0\n    while i < "
-    "len(left) and j < len(right):\n        if left[i] <= right[j]:\n            result.append(left[i])\n"
-    "            i += 1\n        else:\n            result.append(right[j])\n            j += 1\n    return "
-    "result + left[i:] + right[j:]\n",
-    "<|im_start|>user\nA train leaves at 9:40 and arrives at 13:15. How long is the journey?<|im_end|>\n"
-    "<|im_start|>assistant\n",
+    "The tide rises twice a day because the moon pulls on the water of the sea, and the turning earth "
+    "carries each coast through two bulges. Near the moon the pull is stronger than at the centre of "
+    "the earth, so the water there is drawn towards it. On the far side the pull is weaker, and the "
+    "water is left behind. Between the two bulges the sea is low. The sun does the same, but less, "
+    "since it is so much further away. When sun and moon stand in one line their pulls add up, and the "
+    "tides are large; when they stand at a right angle, the tides are small. The shape of the coast "
+    "matters too: in a narrow bay the water piles up, and the sea may rise by more than ten metres "
+    "within six hours.",
+    "def merge(left: list[int], right: list[int]) -> list[int]:\n    result = []\n    i = j = 0\n    "
+    "while i < len(left) and j < len(right):\n        if left[i] <= right[j]:\n            "
+    "result.append(left[i])\n            i += 1\n        else:\n            "
+    "result.append(right[j])\n            j += 1\n    return result + left[i:] + right[j:]\n",
+    "<|im_start|>user\nA train leaves at 9:40 and arrives at 13:15. How long is the "
+    "journey?<|im_end|>\n<|im_start|>assistant\n",
     "Once upon a time",
 )
 
@@ -147,7 +148,7 @@ def float32_executor(smollm: Checkpoint) -> TorchExecutor:
 
 
 def _all_logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
-    """Logits at every position [T, vocab]: the whole text at once, then each position again as a decode row."""
+    """Logits at every position [T, vocab]: the text at once, then each position again as a decode row."""
     pages = list(range(1, 2 + len(tokens) // PAGE_SIZE))
     executor.execute(_make_record(Row(tokens, pages, more=True)))
     rows = [Row([token], pages, start=position) for position, token in enumerate(tokens)]

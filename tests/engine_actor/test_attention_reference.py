@@ -56,7 +56,7 @@ class Oracle:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_mixed_steps_equal_attention_written_out(make_record, make_row, dtype, tolerance) -> None:
-    """Whole prompts, chunks after chunks, decode rows of very different context, in one step and over steps."""
+    """Whole prompts, later chunks and decode rows of very different context, in one step and over steps."""
     tables = [[3, 50, 7], [9], [21, 2, 33, 14], [60, 5], list(range(40, 46))]
     steps = [
         [(0, 17), (1, 1), (2, 33), (3, 5)],

@@ -150,7 +150,7 @@ def test_an_unsupported_type_is_refused_by_name(tmp_path: Path) -> None:
 def test_permuted_rows_compute_what_transformers_computes(
     tmp_path: Path, make_record, make_row, tied
 ) -> None:
-    """Rows are permuted here as llama.cpp's converter does it; the answer must be that of the plain weights."""
+    """Rows are permuted here as llama.cpp's converter does it; the answer is that of the plain weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Hugging Face directories: random models against transformers, and every way in which a directory can be wrong."""
+"""Hugging Face directories: random models against transformers, and every way to be wrong."""
 
 from __future__ import annotations
 
