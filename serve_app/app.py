@@ -76,7 +76,6 @@ class Gateway:
                 model.id: model.scheduler.for_device(device()).waiting_timeout_ms / 1000
                 for model in settings.models
             },
-            metrics_key=settings.telemetry.metrics_key,
             version=version("evenhand"),
         )
         if self._redis_url is not None:
@@ -90,9 +89,12 @@ class Gateway:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take the tenants of the config file. Raises ConfigError, and the old ones stay."""
-        tenants = parse_user_config(user_config).tenants
+        settings = parse_user_config(user_config)
+        tenants = settings.tenants
         refuse_demo_keys(tenants, http_host())
         self._gateway.directory.update(tenants)
+        key = settings.metrics_key
+        self._gateway.metrics_key = None if key is None else key.get_secret_value()
         self._gateway.telemetry.metrics.retain_tenants([tenant.id for tenant in tenants])
 
     async def check_health(self) -> None:

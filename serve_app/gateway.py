@@ -56,7 +56,6 @@ class GatewayApp:
         telemetry: GatewayTelemetry,
         max_request_bytes: int,
         waiting_timeouts: dict[str, float],
-        metrics_key: str | None,
         version: str,
     ) -> None:
         self.pools = pools
@@ -66,7 +65,7 @@ class GatewayApp:
         self._by_name = {name: pool for pool in pools for name in pool.names}
         self._max_request_bytes = max_request_bytes
         self._waiting_timeouts = waiting_timeouts
-        self._metrics_key = metrics_key
+        self.metrics_key: str | None = None
         self._version = version
         self._started = int(time.time())
         self._live: set[RequestLife] = set()
@@ -306,11 +305,7 @@ class GatewayApp:
     async def _metrics(self, request: Request) -> Response:
         """Metrics of this gateway and the engines it hears from, for the holder of the metrics key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if (
-            self._metrics_key is None
-            or scheme.lower() != "bearer"
-            or not _same(key.strip(), self._metrics_key)
-        ):
+        if self.metrics_key is None or scheme.lower() != "bearer" or not _same(key.strip(), self.metrics_key):
             raise errors.invalid_api_key()
         for pool in self.pools:
             for name, channel in pool.channels.items():

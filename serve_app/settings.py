@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from serve_app.config_errors import ConfigError as ConfigError
 from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
@@ -141,11 +149,10 @@ class TracingSettings(_Settings):
 
 
 class TelemetrySettings(_Settings):
-    """Spans, the access log (one JSON line per request) and the key that opens /metrics (None: nobody's)."""
+    """Spans and the access log (one JSON line per request)."""
 
     tracing: TracingSettings = TracingSettings()
     access_log: bool = True
-    metrics_key: Annotated[str, Field(min_length=16)] | None = Field(default=None, repr=False)
 
 
 class AppSettings(_Settings):
@@ -184,9 +191,13 @@ class AppSettings(_Settings):
 
 
 class UserConfig(_Settings):
-    """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set."""
+    """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set.
+
+    `metrics_key` opens /metrics; None opens it to nobody. It is here and not in `args`, which Ray writes to its logs.
+    """
 
     tenants: list[Tenant] = []
+    metrics_key: Annotated[SecretStr, Field(min_length=16)] | None = None
 
     @field_validator("tenants")
     @classmethod

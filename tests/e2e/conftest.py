@@ -60,8 +60,12 @@ class Server:
         change: ConfigChange | None = None,
         ready: Callable[[Server], bool],
         environment: dict[str, str] | None = None,
+        linger: float = 0.0,
     ) -> None:
-        """`command` gets the config file as its last argument; `change` edits the config first."""
+        """`command` gets the config file as its last argument; `change` edits the config first.
+
+        `linger` seconds after its end other processes may still be on their way out.
+        """
         self.directory = directory
         self.data_dir = directory / "data"
         self.spans_path = directory / "spans.jsonl"
@@ -73,6 +77,7 @@ class Server:
             change(self.config)
         self.config_path.write_text(yaml.safe_dump(self.config))
         self._is_ready = ready
+        self._linger = linger
         self._command = [*command, str(self.config_path)]
         self._mark = uuid.uuid4().hex
         self._environment = {**clean_environment(), **(environment or {}), "EVENHAND_E2E": self._mark}
@@ -125,6 +130,9 @@ class Server:
                 wrong.append(f"exit code {code}: {self.log()[-2000:]}")
         except psutil.TimeoutExpired:
             wrong.append(f"still there after {seconds + STOP_MARGIN_SECONDS:.0f} s: {self.log()[-2000:]}")
+        deadline = time.monotonic() + self._linger
+        while self.survivors() and time.monotonic() < deadline:
+            time.sleep(0.1)
         wrong += [f"left behind: process {p.pid} {' '.join(_cmdline(p))[:150]}" for p in self.survivors()]
         if self._root is not None and self._root.exists():
             wrong.append(f"left behind: {self._root}")
@@ -255,10 +263,11 @@ def config_for(port: int, data_dir: Path, spans_path: Path) -> dict[str, Any]:
     application = config["applications"][0]
     application["args"]["data_dir"] = str(data_dir)
     application["args"]["telemetry"] = {
-        "metrics_key": METRICS_KEY,
         "tracing": {"exporter": "file", "path": str(spans_path)},
     }
-    application["deployments"][0]["user_config"]["tenants"] += EXTRA_TENANTS
+    user_config = application["deployments"][0]["user_config"]
+    user_config["metrics_key"] = METRICS_KEY
+    user_config["tenants"] += EXTRA_TENANTS
     return config
 
 
@@ -321,11 +330,10 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> MakeServer:
         change: ConfigChange | None = None,
         command: list[str] | None = None,
         ready: Callable[[Server], bool] = _says_ready,
-        environment: dict[str, str] | None = None,
+        **options: Any,
     ) -> Iterator[Server]:
         command = evenhand("serve", *arguments) if command is None else command
-        directory = tmp_path_factory.mktemp("server")
-        server = Server(directory, command, change=change, ready=ready, environment=environment)
+        server = Server(tmp_path_factory.mktemp("server"), command, change=change, ready=ready, **options)
         server.start()
         try:
             yield server

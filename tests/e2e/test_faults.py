@@ -146,6 +146,7 @@ def test_sigterm_lets_streams_end(victim: Any) -> None:
         httpx.get(victim.base_url, trust_env=False)
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts_off(start_server: Any) -> None:
     """Ctrl-C twice: gone at once, and still nothing left behind."""
     with start_server("--engine", "stub") as server:

@@ -19,6 +19,7 @@ def test_serve_run(start_server: Any) -> None:
         change=stub_engine,
         ready=lambda server: server.health() == 200,
         environment={"RAY_ADDRESS": "local"},
+        linger=10.0,  # what Ray started outlives its command by a moment
     ) as server:
         for tenant in ("alpha", "beta"):
             with server.openai(tenant) as client:

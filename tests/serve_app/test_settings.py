@@ -210,7 +210,7 @@ def test_no_secret_in_a_message(shipped: dict[str, Any]) -> None:
     changes: list[Callable[[dict[str, Any]], Any]] = [
         lambda d: model_of(d).update(token=["hush"]),
         lambda d: args_of(d).update(redis_url="http://:hush@host"),
-        lambda d: args_of(d)["telemetry"].update(metrics_key="hush"),
+        lambda d: gateway_of(d)["user_config"].update(metrics_key="hush"),
         lambda d: gateway_of(d)["user_config"]["tenants"][0].update(api_keys=["hush"]),
         lambda d: gateway_of(d)["user_config"]["tenants"][0].update(api_keys="eh_hush_hush"),
         lambda d: gateway_of(d)["user_config"].update(tenants={"api_keys": "hush"}),
