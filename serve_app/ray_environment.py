@@ -46,6 +46,8 @@ def ray_variables(root: Path) -> dict[str, str]:
         "EVENHAND_LOOPBACK": "1",  # the same for a port of every replica: see serve_app.loopback
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Ray starts workers at nice 15: on a shared machine anything else would go before the engine.
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",  # to its files: the terminal is for us
         # The gateway is asynchronous throughout: a thread of its own would cost a hop per item of a stream.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
