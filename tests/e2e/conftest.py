@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 import redis
 import yaml
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 REPOSITORY = Path(__file__).parents[2]
@@ -183,14 +183,12 @@ class Server:
     def headers(self, tenant: str = "alpha", **more: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key(tenant)}", **more}
 
-    def openai(self, tenant: str = "alpha", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(
-            **self._client_options(tenant, openai.DefaultHttpxClient(trust_env=False), options)
-        )
+    def openai(self, tenant: str = "alpha", **options: Any) -> OpenAI:
+        return OpenAI(**self._client_options(tenant, DefaultHttpxClient(trust_env=False), options))
 
-    def async_openai(self, tenant: str = "alpha", **options: Any) -> openai.AsyncOpenAI:
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
-        return openai.AsyncOpenAI(**self._client_options(tenant, http_client, options))
+    def async_openai(self, tenant: str = "alpha", **options: Any) -> AsyncOpenAI:
+        http_client = DefaultAsyncHttpxClient(trust_env=False)
+        return AsyncOpenAI(**self._client_options(tenant, http_client, options))
 
     def _client_options(self, tenant: str, http_client: Any, options: dict[str, Any]) -> dict[str, Any]:
         defaults = {"api_key": self.key(tenant), "max_retries": 0, "timeout": 60.0}
@@ -211,7 +209,7 @@ class Server:
         """The sum of a sample over the series that carry these labels. Fails if there is no such sample."""
         values = [s.value for s in self.samples() if s.name == sample and labels.items() <= s.labels.items()]
         assert values or labels, f"no sample {sample}"
-        return sum(values)
+        return float(sum(values))
 
     def samples(self) -> list[Any]:
         """Every sample of /metrics."""

@@ -29,7 +29,7 @@ def victim(start_server: Any) -> Iterator[Any]:
         yield server
 
 
-async def begin(client: openai.AsyncOpenAI, max_tokens: int) -> Any:
+async def begin(client: Any, max_tokens: int) -> Any:
     """A stream whose first token has come."""
     stream = await client.chat.completions.create(
         model="default", messages=MESSAGES, max_tokens=max_tokens, stream=True
@@ -62,7 +62,7 @@ def test_the_engine_is_killed(victim: Any) -> None:
                 with pytest.raises(openai.APIError) as broken:
                     async for _ in stream:
                         pass
-                assert broken.value.body["code"] == "engine_unavailable"
+                assert broken.value.code == "engine_unavailable"
                 assert time.monotonic() - killed < 5
             answer = await whole
         assert len(answer.choices[0].message.content) == 500
@@ -83,7 +83,7 @@ def test_the_engine_is_killed(victim: Any) -> None:
 def test_the_fair_queue_is_killed(victim: Any) -> None:
     """Those that wait keep their place in time and get their turn from its successor."""
 
-    async def ask(client: openai.AsyncOpenAI, max_tokens: int) -> Any:
+    async def ask(client: Any, max_tokens: int) -> Any:
         return await client.chat.completions.create(model="default", messages=MESSAGES, max_tokens=max_tokens)
 
     async def scenario() -> None:
