@@ -95,7 +95,7 @@ def _run(
     if model.engine == "stub":
         tokenizer = byte_tokenizer()
     else:
-        tokenizer = load_tokenizer(resolve_source(model.source, model.revision, model.token))
+        tokenizer = load_tokenizer(resolve_source(model.source, model.revision))
     requests = tokenise(rows, tokenizer)
     options = replace(engine_options(model, _device(model)), prefix_caching=prefix_cache)
     try:

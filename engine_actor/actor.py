@@ -156,6 +156,9 @@ class EngineActor:
         self._watch = loop.create_task(self._watch_leases())
         try:
             built = await asyncio.to_thread(build_engine, self._spec.options)
+        except ValueError as error:  # the options or the checkpoint are wrong: the owner hears why
+            self._failure = f"{type(error).__name__}: {error}"
+            return
         except Exception as error:
             logger.exception("the engine could not start")
             self._failure = f"{type(error).__name__}: {error}"

@@ -25,7 +25,6 @@ class EngineOptions:
 
     source: str
     revision: str | None = None
-    token: str | None = None
     engine: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
@@ -75,7 +74,7 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
         kv_bytes = DEFAULT_CPU_KV_BYTES
         if device == "cuda":
             kv_bytes = int(DEFAULT_CUDA_KV_SHARE * torch.cuda.mem_get_info()[0])
-    checkpoint = load_checkpoint(options.source, options.revision, options.token)
+    checkpoint = load_checkpoint(options.source, options.revision)
     executor = TorchExecutor(
         checkpoint,
         dtype=dtype,

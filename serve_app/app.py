@@ -123,7 +123,7 @@ def model_text(model: ModelSettings) -> ModelText:
     """The text side of a model, read from where its weights come from."""
     if model.engine == "stub":
         return stub_model_text(model.scheduler.max_model_len or STUB_MODEL_LEN)
-    return load_model_text(model.source, model.revision, model.token)
+    return load_model_text(model.source, model.revision)
 
 
 def device() -> Literal["cpu", "cuda"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import ray
 from engine_actor.actor import EngineDescription, EngineNotReadyError, StaleEpochError
 from engine_actor.request import EngineRequest, StreamRow
 from serve_app.owner import find_actor
+from serve_app.within import within
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,37 @@ class Mailbox:
     def __init__(self, keys: list[Key], attempt: int) -> None:
         self.keys = keys
         self.attempt = attempt
-        self._deliveries: asyncio.Queue[Delivery | EngineLostError] = asyncio.Queue()
+        self._items: deque[Delivery | EngineLostError] = deque()
+        self._arrival: asyncio.Future[None] | None = None
 
     def put(self, item: Delivery | EngineLostError) -> None:
-        self._deliveries.put_nowait(item)
+        self._items.append(item)
+        self._wake()
 
-    async def get(self) -> Delivery:
-        """The next rows. Raises EngineLostError when there will be none."""
-        item = await self._deliveries.get()
+    async def get(self, seconds: float) -> Delivery | None:
+        """The next rows, None after so many seconds. Raises EngineLostError when there will be none.
+
+        One reader at a time. A reader that is cancelled leaves the rows for the next one.
+        """
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            self._arrival = loop.create_future()
+            timer = loop.call_later(seconds, self._wake)
+            try:
+                await self._arrival
+            finally:
+                timer.cancel()
+                self._arrival = None
+        if not self._items:
+            return None
+        item = self._items.popleft()
         if isinstance(item, EngineLostError):
             raise item
         return item
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 class EngineChannel:
@@ -84,9 +106,7 @@ class EngineChannel:
         mailbox = Mailbox(keys, attempt)
         self._mailboxes.update(dict.fromkeys(keys, mailbox))
         try:
-            await asyncio.wait_for(
-                self._actor.submit.remote(self._gateway, requests), _SUBMIT_TIMEOUT_SECONDS
-            )
+            await within(_SUBMIT_TIMEOUT_SECONDS, self._actor.submit.remote(self._gateway, requests))
         except (StaleEpochError, EngineNotReadyError) as error:
             self.close(mailbox)
             raise GrantVoidError(str(error)) from None
@@ -121,7 +141,7 @@ class EngineChannel:
         if self._actor is None:
             return None
         try:
-            return await asyncio.wait_for(self._actor.stats.remote(), 1.0)
+            return await within(1.0, self._actor.stats.remote())
         except (ray.exceptions.RayError, asyncio.TimeoutError):
             return None
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 Loc = tuple[str | int, ...]
 
-_SECRET_FIELDS = frozenset({"token", "api_keys", "metrics_key", "redis_url", "ssl_keyfile_password"})
+_SECRET_FIELDS = frozenset({"api_keys", "metrics_key", "redis_url", "ssl_keyfile_password"})
 _TYPES = {
     "int": "an integer",
     "float": "a number",

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import request_too_large
+from serve_app.within import within
 
 BODY_TIMEOUT_SECONDS = 30.0
 
@@ -34,7 +35,7 @@ class Connection:
         if declared.isdigit() and int(declared) > limit:
             raise request_too_large(limit)
         try:
-            return await asyncio.wait_for(self._read(limit), BODY_TIMEOUT_SECONDS)
+            return await within(BODY_TIMEOUT_SECONDS, self._read(limit))
         except asyncio.TimeoutError:
             raise ClientGoneError from None
 

@@ -38,7 +38,6 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
     return EngineOptions(
         source=model.source,
         revision=model.revision,
-        token=model.token,
         engine=model.engine,
         dtype=model.dtype,
         threads=model.threads,

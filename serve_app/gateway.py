@@ -148,9 +148,12 @@ class GatewayApp:
                 gone = not answer.done()
             finally:
                 watch.cancel()
-                if not answer.done():
+                while not answer.done():  # whoever cancels us again must not leave it running alone
                     answer.cancel()
-                    await asyncio.wait({answer})
+                    try:
+                        await asyncio.wait({answer}, timeout=0.1)
+                    except asyncio.CancelledError:
+                        gone = True
             if not gone:
                 await answer
         except ApiError as refused:

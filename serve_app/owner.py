@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import ray
 
+from serve_app.within import within
+
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "evenhand"
@@ -108,13 +110,13 @@ class ActorOwner:
         actor, self._actor = self._actor, None
         # The actor ends while it answers.
         with contextlib.suppress(ray.exceptions.RayError, asyncio.TimeoutError):
-            await asyncio.wait_for(actor.release.remote(self._id), CALL_TIMEOUT_SECONDS)
+            await within(CALL_TIMEOUT_SECONDS, actor.release.remote(self._id))
 
     async def drain_and_release(self, seconds: float) -> None:
         """Let the actor finish what it has, for so long at most, and end it. It takes nothing new meanwhile."""
         if self._actor is not None and self._failure is None:
             try:
-                await asyncio.wait_for(self._drain(), seconds)
+                await within(seconds, self._drain())
             except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
                 logger.warning("%s did not drain: %s", self._name, type(error).__name__)
         await self.release()
@@ -138,7 +140,7 @@ class ActorOwner:
             .remote(recipe.spec)
         )
         try:
-            heartbeat = await asyncio.wait_for(actor.renew.remote(self._id), 60.0)
+            heartbeat = await within(60.0, actor.renew.remote(self._id))
         except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
             logger.warning("actor %s cannot be owned yet: %s", recipe.name, type(error).__name__)
             return False
@@ -151,7 +153,7 @@ class ActorOwner:
         if self._actor is None:
             return
         try:
-            self._heartbeat = await asyncio.wait_for(self._actor.renew.remote(self._id), CALL_TIMEOUT_SECONDS)
+            self._heartbeat = await within(CALL_TIMEOUT_SECONDS, self._actor.renew.remote(self._id))
         except asyncio.TimeoutError:
             self._failure = f"{self._name} has not answered for {CALL_TIMEOUT_SECONDS:.0f} s"
             ray.kill(self._actor)  # its name must be free for a successor

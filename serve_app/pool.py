@@ -16,6 +16,7 @@ from serve_app.channel import EngineChannel
 from serve_app.fair_queue import QueueSnapshot
 from serve_app.owner import find_actor
 from serve_app.text.model_text import ModelText
+from serve_app.within import within
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,7 @@ class ModelPool:
         while True:
             try:
                 queue = self._queue_handle()
-                self.queue_snapshot = (
-                    None if queue is None else await asyncio.wait_for(queue.snapshot.remote(), 2.0)
-                )
+                self.queue_snapshot = None if queue is None else await within(2.0, queue.snapshot.remote())
             except (ray.exceptions.RayError, asyncio.TimeoutError):
                 self._queue, self.queue_snapshot = None, None
             await asyncio.sleep(_WATCH_SECONDS)

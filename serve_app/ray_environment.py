@@ -96,7 +96,8 @@ def install_haproxy(root: Path) -> None:
     """If Ray is to start HAProxy, let it do so through a script. Needs the ports in the environment.
 
     Ray's template binds HAProxy's statistics and metrics to all interfaces and has no setting for it: the
-    script moves these two to loopback. It also asks the kernel to end HAProxy with the process that started
+    script moves these two to loopback. It takes out spliced requests, with which HAProxy 2.8 does not notice
+    that a client has left before its answer. It also asks the kernel to end HAProxy with the process that started
     it, where `setpriv` is at hand.
     """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
@@ -119,9 +120,10 @@ def haproxy_script(binary: str, ports: tuple[str, str], setpriv: str | None) -> 
     """The script of `install_haproxy`. Ray calls it as `haproxy -db -f CONFIG ...` and keeps its pid."""
     pattern = rf"s/^\( *bind \)\*\{{0,1\}}:\({ports[0]}\|{ports[1]}\)$/\1127.0.0.1:\2/"
     guard = f"{shlex.quote(setpriv)} --pdeathsig KILL " if setpriv else ""
+    edits = f"-e {shlex.quote(pattern)} -e '/option splice-request/d'"
     return (
         "#!/bin/sh\n"
-        f'sed -e {shlex.quote(pattern)} "$3" > "$3.local" && mv "$3.local" "$3" || exit 1\n'
+        f'sed {edits} "$3" > "$3.local" && mv "$3.local" "$3" || exit 1\n'
         f'exec {guard}{shlex.quote(binary)} "$@"\n'
     )
 

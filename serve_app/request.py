@@ -275,9 +275,8 @@ class RequestLife:
         """Steps 6 to 8: turn the rows of each step into text."""
         assert self._mailbox is not None and self._channel is not None
         while not self.complete:
-            try:
-                delivery = await asyncio.wait_for(self._mailbox.get(), HEARTBEAT_SECONDS)
-            except asyncio.TimeoutError:
+            delivery = await self._mailbox.get(HEARTBEAT_SECONDS)
+            if delivery is None:
                 yield []
                 continue
             events: list[TextEvent] = []
@@ -340,7 +339,9 @@ class RequestLife:
         deadline = time.monotonic() + _LAST_ROWS_SECONDS
         try:
             while waiting:
-                delivery = await asyncio.wait_for(self._mailbox.get(), max(0.0, deadline - time.monotonic()))
+                delivery = await self._mailbox.get(max(0.0, deadline - time.monotonic()))
+                if delivery is None:
+                    break
                 for row in delivery.rows:
                     sequence = self._sequences[int(row.request.rpartition("/")[2])]
                     if sequence.finish_reason is None:
@@ -352,7 +353,9 @@ class RequestLife:
                         )
                     if row.finish_reason is not None:
                         waiting.discard(sequence.index)
-        except (asyncio.TimeoutError, EngineLostError):
+        except EngineLostError:
+            pass
+        if waiting:
             logger.info("request %s: the engine gave no account of what it computed", self.id)
 
     # Helpers ----------------------------------------------------------------------------------------------------

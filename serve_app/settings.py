@@ -105,15 +105,14 @@ class ModelSettings(_Settings):
     """One base model and the pool of engines that serves it.
 
     `source` is `package:NAME` (an installed package that carries a GGUF file), a local directory, a `.gguf`
-    file or a hub id. `token` is for the hub; the environment's HF_TOKEN is the better place for it. `threads`
-    None lets the engine choose.
+    file or a hub id, whose token comes from the environment as HF_TOKEN: Ray writes `args` to its logs.
+    `threads` None lets the engine choose.
     """
 
     id: _ModelName
     aliases: list[_ModelName] = []
     source: Annotated[str, Field(min_length=1)]
     revision: str | None = None
-    token: str | None = Field(default=None, repr=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none"] = "none"
     engine: EngineKind = "auto"

@@ -11,9 +11,9 @@ import torch
 from engine_actor.sampling.random import uniform
 from engine_actor.step import Bool, Float32, Int32, SamplingColumns
 
-# Nearly always the nucleus lies in this many tokens, and finding them costs a tenth of sorting the
-# vocabulary.
-_NUCLEUS_CANDIDATES = 1024
+# How many of the likeliest tokens are searched for the end of the nucleus before the whole vocabulary is: the
+# first nearly always suffice, and finding them costs a tenth of a sort.
+_NUCLEUS_CANDIDATES = (1024, 16384)
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
@@ -24,7 +24,7 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]
     """
     if logits.shape[0] == 0:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
-    lowest, highest = torch.aminmax(logits, dim=-1)
+    lowest, highest = logits.amin(dim=-1), logits.amax(dim=-1)  # far faster than torch.aminmax on a CPU
     finite = (torch.isfinite(lowest) & torch.isfinite(highest)).cpu().numpy()
     tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
     tokens[~finite] = 0
@@ -68,15 +68,15 @@ def _filter(scaled: torch.Tensor, top_k: Int32, top_p: Float32) -> None:
 def _least_in_nucleus(values: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """[rows, 1]: the least value in the smallest set of likeliest tokens whose probability reaches top_p."""
     needed = top_p.double()[:, None] * values.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-
-    def search(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    least = torch.empty_like(needed, dtype=values.dtype)
+    rows = torch.arange(len(values), device=values.device)
+    vocab = values.shape[-1]
+    for count in (*(count for count in _NUCLEUS_CANDIDATES if count < vocab), vocab):
         candidates = values[rows].topk(count).values
         mass = candidates.exp().cumsum(dim=-1, dtype=torch.float64)
         last = (mass < needed[rows]).sum(dim=-1, keepdim=True)
-        return candidates.gather(1, last.clamp(max=count - 1)), last[:, 0] >= count
-
-    least, unfinished = search(torch.arange(len(values)), min(_NUCLEUS_CANDIDATES, values.shape[-1]))
-    if unfinished.any():
-        wide = unfinished.nonzero()[:, 0]
-        least[wide] = search(wide, values.shape[-1])[0]
+        least[rows] = candidates.gather(1, last.clamp(max=count - 1))
+        rows = rows[last[:, 0] == count]
+        if len(rows) == 0:
+            break
     return least

@@ -48,9 +48,9 @@ class ModelText:
         return TextStream(self._tokenizer, stop)
 
 
-def load_model_text(source: str, revision: str | None, token: str | None) -> ModelText:
+def load_model_text(source: str, revision: str | None) -> ModelText:
     """The text side of a model source. Raises LoadError."""
-    resolved = resolve_source(source, revision, token)
+    resolved = resolve_source(source, revision)
     config = read_model_config(resolved)
     return ModelText(load_tokenizer(resolved), config.max_position_embeddings, config.eos_token_ids)
 
