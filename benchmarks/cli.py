@@ -35,7 +35,7 @@ def engine(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of one step.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    engine: Annotated[str | None, typer.Option(help="`stub` makes tokens without a model.")] = None,
+    engine: Annotated[str | None, typer.Option(help="auto, native, torch; `stub` has no model.")] = None,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Switch the prefix cache on.")] = False,
     repeat: Annotated[int, typer.Option(help="Timed runs; the median one is reported.", min=1)] = 1,
 ) -> None:

@@ -48,6 +48,7 @@ def figures(
         "attention_backend": info.attention_backend,
         "threads": info.threads,
         "executor": info.executor,
+        "fallback_reason": info.fallback_reason,
         "device": info.device,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_num_seqs": limits.max_num_seqs,

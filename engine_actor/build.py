@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from engine_actor.executor import PAGE_SIZE, Runner
+from engine_actor.executor import PAGE_SIZE, Executor, Runner
 from engine_actor.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from engine_actor.loading.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 DEFAULT_CUDA_KV_SHARE = 0.8
@@ -19,7 +26,8 @@ STUB_VOCABULARY = 259  # 256 bytes and three control tokens
 class EngineOptions:
     """What a user may choose about one engine. None means the default of the device.
 
-    `engine` is "auto", "torch" or "stub"; `kv_pages` counts usable pages, `kv_bytes` is the alternative.
+    `engine` is "auto", "native", "torch" or "stub": "auto" takes the native executor on a CPU in bfloat16 where it
+    can run, else torch, and "native" insists on it. `kv_pages` counts usable pages, `kv_bytes` is the alternative.
     `max_model_len` None is the model's own context length. `threads` None takes every core given to the process.
     """
 
@@ -50,7 +58,8 @@ class BuiltEngine:
 def build_engine(options: EngineOptions) -> BuiltEngine:
     """Load the model and make the runner. Slow.
 
-    Raises LoadError when the model cannot be loaded, ValueError for options that do not fit it.
+    Raises LoadError when the model cannot be loaded, ValueError for options that do not fit it or a native
+    executor that was insisted on and can not run here.
     """
     if options.engine == "stub":
         from engine_actor.stub_runner import StubRunner
@@ -66,27 +75,65 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
     from engine_actor.torch_executor import TorchExecutor
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    native = options.engine == "native"
+    if native and (device != "cpu" or options.dtype not in ("auto", "bfloat16")):
+        raise ValueError(
+            f"engine native computes bfloat16 on a CPU, not {options.dtype} on {device}; engine auto or torch does"
+        )
     dtype = options.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" or packed_bfloat16_available() else "float32"
+        dtype = "bfloat16" if native or device == "cuda" or packed_bfloat16_available() else "float32"
     kv_bytes = options.kv_bytes
     if options.kv_pages is None and kv_bytes is None:
         kv_bytes = DEFAULT_CPU_KV_BYTES
         if device == "cuda":
             kv_bytes = int(DEFAULT_CUDA_KV_SHARE * torch.cuda.mem_get_info()[0])
+    num_pages = None if options.kv_pages is None else options.kv_pages + 1
+    threads = options.threads or available_cores()
     checkpoint = load_checkpoint(options.source, options.revision)
-    executor = TorchExecutor(
-        checkpoint,
-        dtype=dtype,
-        num_pages=None if options.kv_pages is None else options.kv_pages + 1,
-        kv_memory_bytes=kv_bytes,
-        threads=options.threads or available_cores(),
-        device=device,
-    )
+    executor: Executor | None = None
+    reason = None
+    if native or (options.engine == "auto" and device == "cpu" and dtype == "bfloat16"):
+        executor, reason = _native_executor(checkpoint, num_pages, kv_bytes, threads)
+        if native and executor is None:
+            raise ValueError(f"engine native can not run here: {reason}")
+    if executor is None:
+        executor = TorchExecutor(
+            checkpoint,
+            dtype=dtype,
+            num_pages=num_pages,
+            kv_memory_bytes=kv_bytes,
+            threads=threads,
+            device=device,
+        )
+        if reason is not None:
+            logger.warning("the torch executor is used, not the native one: %s", reason)
+            reasons = [
+                text for text in (f"no native executor: {reason}", executor.info.fallback_reason) if text
+            ]
+            executor.info = replace(executor.info, fallback_reason="; ".join(reasons))
     config = checkpoint.config
     return BuiltEngine(
         ModelRunner(executor), _limits(options, config.max_position_embeddings), config.vocab_size
     )
+
+
+def _native_executor(
+    checkpoint: Checkpoint, num_pages: int | None, kv_bytes: int | None, threads: int
+) -> tuple[Executor | None, str | None]:
+    """The native executor once it has passed its probe, or None and why not."""
+    from engine_actor.native.build import NativeUnavailable
+    from engine_actor.native.executor import NativeExecutor
+    from engine_actor.native.probe import probe
+
+    try:
+        probe(checkpoint.config, threads)
+        return (
+            NativeExecutor(checkpoint, num_pages=num_pages, kv_memory_bytes=kv_bytes, threads=threads),
+            None,
+        )
+    except NativeUnavailable as error:
+        return None, str(error)
 
 
 def available_cores() -> int:

@@ -42,7 +42,7 @@ class TorchExecutor(Executor):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
         config = checkpoint.config
-        self.num_pages = _pool_pages(config, DTYPES[dtype], num_pages, kv_memory_bytes)
+        self.num_pages = pool_pages(config, DTYPES[dtype], num_pages, kv_memory_bytes)
         self._device = torch.device(device)
         self._threads = threads or torch.get_num_threads()
         self._thread: int | None = None
@@ -96,9 +96,10 @@ class TorchExecutor(Executor):
             self._thread = threading.get_ident()
 
 
-def _pool_pages(
+def pool_pages(
     config: ModelConfig, dtype: torch.dtype, num_pages: int | None, kv_memory_bytes: int | None
 ) -> int:
+    """Pages of a KV pool given by number or by memory. Raises ValueError when no page is usable."""
     if (num_pages is None) == (kv_memory_bytes is None):
         raise ValueError("give either num_pages or kv_memory_bytes")
     if kv_memory_bytes is not None:

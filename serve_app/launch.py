@@ -102,7 +102,7 @@ def base_url(config: ServeConfig) -> str:
 def ready_message(config: ServeConfig) -> str:
     """`ready`, and a request to paste."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": config.settings.models[0].id, "messages": [question]})
+    body = json.dumps({"model": config.settings.models[0].id, "messages": [question], "temperature": 0})
     key = demo_key(config.user_config.tenants) or "YOUR_KEY"
     return (
         f"ready: {base_url(config)}\n"

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_RUNS = 2
 """Times a request is given to an engine: once more when it was lost before a byte was sent."""
 
+RESERVE_ATTEMPTS = 2
 HEARTBEAT_SECONDS = 15.0
 _LAST_ROWS_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 0.05
@@ -124,12 +125,7 @@ class RequestLife:
 
     async def reserve(self) -> None:
         """Step 3. Raises ApiError 429 or 503; then nothing has been taken."""
-        try:
-            outcome = await self._quota.reserve(self._tenant, self.id, slots=len(self._sequences))
-        except QuotaUnavailable:
-            raise ApiError(
-                "quota_store_unavailable", "The quota store does not answer. Try again shortly."
-            ) from None
+        outcome = await self._reserve()
         self.record.reserved_ms = self.record.now_ms()
         if outcome.rate is not None:
             self.headers["x-ratelimit-limit-requests"] = str(outcome.rate.limit)
@@ -147,6 +143,18 @@ class RequestLife:
                 retry_after_ms=outcome.retry_after_ms,
             )
         self._hold = outcome
+
+    async def _reserve(self) -> Hold | QuotaRefusal:
+        """One hiccup of the store, or of this process, must not cost a request: ask twice.
+
+        What an unanswered reservation may have taken is given back by the store in the background.
+        """
+        for attempt in range(RESERVE_ATTEMPTS):
+            try:
+                return await self._quota.reserve(self._tenant, self.id, slots=len(self._sequences))
+            except QuotaUnavailable:
+                logger.info("request %s: the quota store gave no answer to attempt %d", self.id, attempt + 1)
+        raise ApiError("quota_store_unavailable", "The quota store does not answer. Try again shortly.")
 
     async def respond(self, connection: Connection) -> None:
         """Steps 4 to 8. The status line is withheld until the grant. Raises ApiError."""

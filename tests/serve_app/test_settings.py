@@ -290,7 +290,7 @@ def test_overrides_reach_every_model_and_are_checked(shipped: dict[str, Any]) ->
     assert changed.settings.data_path(9000) == Path("/data")
     assert config.settings.models[0].engine == "auto"  # the first one is as it was
     with pytest.raises(
-        ConfigError, match=r"models\[0\]\.engine: 'fast' is not allowed; allowed: auto, torch, stub"
+        ConfigError, match=r"models\[0\]\.engine: 'fast' is not allowed; allowed: auto, native, torch, stub"
     ):
         config.override(engine="fast")
     with pytest.raises(ConfigError, match="demo key"):

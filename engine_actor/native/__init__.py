@@ -1,0 +1,1 @@
+"""The native CPU executor: a whole decoder step in one call of compiled code."""

@@ -1,0 +1,101 @@
+"""The native executor: a decoder step in bfloat16 by one call of compiled code."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from engine_actor.attention.base import token_positions, token_slots
+from engine_actor.executor import Executor, ExecutorInfo
+from engine_actor.loading.checkpoint import Checkpoint
+from engine_actor.native.build import load_library
+from engine_actor.native.weights import PackedModel, check_shape
+from engine_actor.step import StepRecord
+from engine_actor.torch_executor import pool_pages
+
+
+class Step(ctypes.Structure):
+    """The structure of the same name in src/kernels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "num_logits")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("token_ids", "token_indptr", "start", "page_indices", "page_indptr"),
+                *("positions", "slots", "logit_tokens"),
+            )
+        ),
+    ]
+
+
+class StepArrays:
+    """A record as the kernels read it. Keeps the arrays that `struct` points to."""
+
+    def __init__(self, record: StepRecord) -> None:
+        logit_tokens = record.token_indptr[1:][record.is_last_chunk] - 1
+        self._arrays = {
+            name: np.ascontiguousarray(values, dtype=np.int32)
+            for name, values in {
+                "token_ids": record.token_ids,
+                "token_indptr": record.token_indptr,
+                "start": record.start,
+                "page_indices": record.page_indices,
+                "page_indptr": record.page_indptr,
+                "positions": token_positions(record),
+                "slots": token_slots(record),
+                "logit_tokens": logit_tokens,
+            }.items()
+        }
+        pointers = {name: values.ctypes.data for name, values in self._arrays.items()}
+        self.struct = Step(record.num_tokens, record.num_rows, len(logit_tokens), **pointers)
+
+
+class NativeExecutor(Executor):
+    """Runs the model of a checkpoint on the CPU, in bfloat16 with a float32 residual.
+
+    A token's logits are the same to the bit whatever shares the step with it and however its prompt was cut.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        num_pages: int | None = None,
+        kv_memory_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Compile or load the kernels, pack the weights, allocate the KV pool.
+
+        The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
+        `threads` None is torch's choice. Raises NativeUnavailable when this machine or this model is not
+        served, ValueError for a pool without a usable page.
+        """
+        check_shape(checkpoint.config)
+        self._library = load_library()
+        self.num_pages = pool_pages(checkpoint.config, torch.bfloat16, num_pages, kv_memory_bytes)
+        self._threads = threads or torch.get_num_threads()
+        self._model = PackedModel(checkpoint, self.num_pages)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self.info = ExecutorInfo(
+            executor="native",
+            attention_backend="native",
+            device="cpu",
+            dtype="bfloat16",
+            quantization="none",
+            threads=self._threads,
+        )
+
+    def execute(self, record: StepRecord) -> torch.Tensor:
+        arrays = StepArrays(record)
+        model, step = ctypes.byref(self._model.struct), arrays.struct
+        needed = self._library.evenhand_workspace_bytes(model, step.num_tokens, step.num_rows)
+        if needed > len(self._workspace):
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        logits = torch.empty(step.num_logits, self._model.config.vocab_size)
+        self._library.evenhand_step(
+            model, ctypes.byref(step), self._workspace.data_ptr(), logits.data_ptr(), self._threads
+        )
+        return logits
