@@ -12,7 +12,7 @@ serve: venv
 
 # ARGS="-k name" goes to pytest.
 test: lint
-	$(VENV)/bin/pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest $(ARGS)
 
 lint: venv
 	$(VENV)/bin/ruff check
@@ -22,7 +22,7 @@ lint: venv
 
 # The tests that take minutes.
 soak: venv
-	$(VENV)/bin/pytest -m slow --timeout 1800 $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest -m slow --timeout 1800 $(ARGS)
 
 venv: $(STAMP)
 

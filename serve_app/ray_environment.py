@@ -46,6 +46,9 @@ def ray_variables(root: Path) -> dict[str, str]:
         "EVENHAND_LOOPBACK": "1",  # the same for a port of every replica: see serve_app.loopback
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Threads that spin at a barrier take the core from whoever they wait for: with a busy neighbour on a small
+        # machine an engine's step then takes ten times as long.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # Ray starts workers at nice 15: on a shared machine anything else would go before the engine.
         "RAY_worker_niceness": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",  # to its files: the terminal is for us
