@@ -74,8 +74,6 @@ class Heartbeat:
     state: EngineState
     owned: bool
     detail: str = ""
-    running: int = 0
-    waiting: int = 0
 
 
 @dataclass
@@ -125,15 +123,12 @@ class EngineActor:
 
     def heartbeat(self, owner: str) -> Heartbeat:
         state, detail = self._state()
-        report = self._last_report
         return Heartbeat(
             engine=self._spec.name,
             engine_epoch=self.epoch,
             state=state,
             owned=self._owner == owner,
             detail=detail,
-            running=report.running if report else 0,
-            waiting=report.waiting if report else 0,
         )
 
     async def drain(self) -> None:

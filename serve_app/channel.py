@@ -131,11 +131,6 @@ class EngineChannel:
             if self._mailboxes.get(key) is mailbox:
                 del self._mailboxes[key]
 
-    @property
-    def live(self) -> int:
-        """Sequences that this gateway waits for."""
-        return len(self._mailboxes)
-
     async def stats(self) -> Any:
         """The engine's counters, or None when it does not answer."""
         if self._actor is None:

@@ -38,13 +38,12 @@ class FairQueueSpec:
 
 @dataclass(frozen=True)
 class QueueHeartbeat:
-    """State of a fair queue. `engines` are those that report now."""
+    """State of a fair queue, for its owner."""
 
     queue_epoch: int
     state: str
     owned: bool
     detail: str = ""
-    engines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ class FairQueueActor:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._tick())]
             self._tasks += [asyncio.create_task(self._follow(name)) for name in self._spec.engines]
-        return QueueHeartbeat(
-            self._queue.queue_epoch, "ready", self._owner == owner, engines=tuple(sorted(self._engines))
-        )
+        return QueueHeartbeat(self._queue.queue_epoch, "ready", self._owner == owner)
 
     async def release(self, owner: str) -> None:
         if owner == self._owner:

@@ -71,7 +71,6 @@ class GatewayApp:
         self._live: set[RequestLife] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._renewal = asyncio.create_task(self._renew_holds())
-        self.draining = False
 
     def asgi(self) -> FastAPI:
         """The app. API documents are not served without a key, hence not at all yet."""
@@ -98,7 +97,7 @@ class GatewayApp:
     def ready(self) -> bool:
         """A request that came now could be served."""
         quota_ready = self.quota is not None and self.quota.healthy
-        return not self.draining and quota_ready and all(pool.ready for pool in self.pools)
+        return quota_ready and all(pool.ready for pool in self.pools)
 
     async def close(self) -> None:
         """Let background endings finish, then stop everything."""
@@ -197,8 +196,6 @@ class GatewayApp:
         else:
             parsed = parse_completion(body, pool.text, pool.max_model_len)
         record.validated_ms = record.now_ms()
-        if self.draining:
-            raise ApiError("engine_unavailable", "This server is shutting down. Try again shortly.")
         if self.quota is None:
             raise ApiError("quota_store_unavailable", "The quota store is not ready. Try again shortly.")
         return RequestLife(
