@@ -383,6 +383,8 @@ class EngineActor:
             page_size=PAGE_SIZE,
             accepted=accepted,
             draining=self._draining,
+            live_sequences=scheduler.live_sequences(),
+            tenant_pages=scheduler.tenant_pages(),
         )
 
 

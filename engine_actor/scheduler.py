@@ -157,15 +157,35 @@ class Scheduler:
             work[request.tenant] = work.get(request.tenant, 0.0) + cost
         return work
 
-    def schedule(self, now: float) -> StepRecord | None:
+    def live_sequences(self) -> dict[str, int]:
+        """Running and waiting requests per tenant; tenants without any are left out."""
+        live: dict[str, int] = {}
+        for sequence in self._live.values():
+            tenant = sequence.request.tenant
+            live[tenant] = live.get(tenant, 0) + 1
+        return live
+
+    def tenant_pages(self) -> dict[str, int]:
+        """KV pages in the tables of each tenant's running requests; a shared page counts in every table."""
+        pages: dict[str, int] = {}
+        for sequence in self._running:
+            tenant = sequence.request.tenant
+            pages[tenant] = pages.get(tenant, 0) + len(sequence.table.pages)
+        return pages
+
+    def schedule(self, now: float, token_budget: int | None = None) -> StepRecord | None:
         """Choose the next step and move the state of its requests. None if nothing can be computed.
 
-        The caller must run the record and `commit` it before the next call.
+        `token_budget` bounds the tokens of this step, below `max_num_batched_tokens`; a step has at least one. The
+        caller must run the record and `commit` it before the next call.
         """
         self._drop_aborted(now)
         if not self._live:
             return None
-        rows, budget, preempted = self._schedule_decodes()
+        budget = self.config.max_num_batched_tokens
+        if token_budget is not None:
+            budget = max(1, min(budget, token_budget))
+        rows, budget, preempted = self._schedule_decodes(budget)
         if not preempted:
             self._admit(now)
         rows += self._schedule_prefills(budget, {sequence.id for sequence, _ in rows})
@@ -246,9 +266,8 @@ class Scheduler:
         for sequence in [sequence for sequence in self._live.values() if sequence.aborted]:
             self._finished_rows.append(self._finish(sequence, now, "abort"))
 
-    def _schedule_decodes(self) -> tuple[list[tuple[SequenceState, int]], int, bool]:
+    def _schedule_decodes(self, budget: int) -> tuple[list[tuple[SequenceState, int]], int, bool]:
         """One row per decoding request, as far as budget and pages go. Returns rows, budget left, preempted?"""
-        budget = self.config.max_num_batched_tokens
         decoding = [sequence for sequence in self._running if sequence.pending == 1]
         limit = max(1, budget - prefill_floor(budget, self.waiting_prefill_tokens()))
         if len(decoding) > limit:

@@ -66,7 +66,8 @@ class EngineReport:
     `served` and every counter are cumulative since the engine epoch began, so a lost report does no harm.
     `outstanding` is, per tenant, the priced work of the live requests that is not served yet: what is left of their
     input plus what is left of their predicted output. `accepted` names the requests taken since the report before;
-    one that is lost costs a grant its time to live and no more.
+    one that is lost costs a grant its time to live and no more. `live_sequences` counts running and waiting requests
+    per tenant, `tenant_pages` the KV pages that each tenant's running requests hold.
     """
 
     engine: str
@@ -84,5 +85,7 @@ class EngineReport:
     page_size: int
     accepted: tuple[tuple[str, int], ...] = ()
     draining: bool = False
+    live_sequences: dict[str, int] = field(default_factory=dict)
+    tenant_pages: dict[str, int] = field(default_factory=dict)
     page_hashes_added: tuple[int, ...] = field(default=())
     page_hashes_removed: tuple[int, ...] = field(default=())

@@ -257,6 +257,31 @@ def test_prefill_budget_is_split_among_tenants_by_weight() -> None:
     assert sorted(record.length.tolist()) == [10, 30]
 
 
+@pytest.mark.parametrize("budget", [1, 3, 7, 1000])
+def test_a_step_stays_within_the_token_budget_it_is_given(budget: int) -> None:
+    scheduler, runner = make()
+    for name, prompt in PROMPTS.items():
+        scheduler.submit(request(name, prompt), 0.0)
+    answers: dict[str, list[int]] = {}
+    while scheduler.has_work:
+        record = scheduler.schedule(0.0, budget)
+        assert record is not None and record.num_tokens <= min(budget, 32)
+        for row in scheduler.commit(record, runner.run(record), 0.0):
+            answers.setdefault(row.request, []).extend(row.token_ids)
+    assert answers == {name: expected(prompt, 8) for name, prompt in PROMPTS.items()}
+
+
+def test_live_sequences_and_pages_per_tenant() -> None:
+    scheduler, runner = make(max_num_seqs=2)
+    for name in ("one", "two", "three"):
+        scheduler.submit(request(name, [1] * 10, tenant="a" if name == "two" else "b"), 0.0)
+    step(scheduler, runner)
+    assert scheduler.live_sequences() == {"a": 1, "b": 2}
+    assert scheduler.tenant_pages() == {"a": 1, "b": 1}
+    drain(scheduler, runner)
+    assert scheduler.live_sequences() == scheduler.tenant_pages() == {}
+
+
 def test_non_finite_logits_end_only_that_request() -> None:
     scheduler, runner = make()
     scheduler.submit(request("bad", [1, 2]), 0.0)
