@@ -17,8 +17,9 @@ from typing import Literal
 import ray
 
 from engine_actor.build import EngineOptions, build_engine, model_length
-from engine_actor.executor import PAGE_SIZE, ExecutorInfo
+from engine_actor.executor import ExecutorInfo
 from engine_actor.loop import EngineLoop, StepOutcome
+from engine_actor.report import engine_report
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
@@ -364,28 +365,8 @@ class EngineActor:
         return self._report(tuple(outcome.accepted))
 
     def _report(self, accepted: tuple[Key, ...]) -> EngineReport:
-        scheduler = self._scheduler
-        assert scheduler is not None
-        config = scheduler.config
-        return EngineReport(
-            engine=self._spec.name,
-            engine_epoch=self.epoch,
-            step=scheduler.step,
-            served=dict(scheduler.served),
-            outstanding=scheduler.outstanding(),
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            waiting_prefill_tokens=scheduler.waiting_prefill_tokens(),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            free_pages=scheduler.cache.available,
-            total_pages=scheduler.cache.total,
-            page_size=PAGE_SIZE,
-            accepted=accepted,
-            draining=self._draining,
-            live_sequences=scheduler.live_sequences(),
-            tenant_pages=scheduler.tenant_pages(),
-        )
+        assert self._scheduler is not None
+        return engine_report(self._spec.name, self._scheduler, accepted=accepted, draining=self._draining)
 
 
 def _with_accepted(report: EngineReport, accepted: tuple[Key, ...]) -> EngineReport:
