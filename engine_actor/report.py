@@ -30,4 +30,5 @@ def engine_report(
         draining=draining,
         live_sequences=scheduler.live_sequences(),
         tenant_pages=scheduler.tenant_pages(),
+        tenant_prefill_tokens=scheduler.tenant_prefill_tokens(),
     )

@@ -173,6 +173,15 @@ class Scheduler:
             pages[tenant] = pages.get(tenant, 0) + len(sequence.table.pages)
         return pages
 
+    def tenant_prefill_tokens(self) -> dict[str, int]:
+        """Prompt tokens accepted and not yet scheduled, per tenant."""
+        tokens: dict[str, int] = {}
+        for sequence in self._live.values():
+            if sequence.pending > 1:
+                tenant = sequence.request.tenant
+                tokens[tenant] = tokens.get(tenant, 0) + sequence.pending
+        return tokens
+
     def schedule(self, now: float, token_budget: int | None = None) -> StepRecord | None:
         """Choose the next step and move the state of its requests. None if nothing can be computed.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from policies.tickets import EngineReport, Ticket
 
 PREFILL_BUFFER_STEPS = 2
@@ -14,6 +16,20 @@ def prompt_pages(ticket: Ticket, page_size: int) -> int:
     return ticket.sequences * (-(-tokens_per_sequence // page_size) + 1)
 
 
+@dataclass
+class _OnTheWay:
+    """Grants that no report has confirmed yet."""
+
+    sequences: int = 0
+    input_tokens: int = 0
+    pages: int = 0
+
+    def add(self, ticket: Ticket, pages: int, sign: int) -> None:
+        self.sequences += sign * ticket.sequences
+        self.input_tokens += sign * ticket.input_tokens
+        self.pages += sign * pages
+
+
 class EngineLoad:
     """Capacity of one engine in one engine epoch.
 
@@ -23,10 +39,11 @@ class EngineLoad:
     """
 
     def __init__(self, report: EngineReport) -> None:
-        self._granted_sequences = 0
-        self._granted_input_tokens = 0
-        self._granted_pages = 0
+        self._granted = _OnTheWay()
+        self._granted_by_tenant: dict[str, _OnTheWay] = {}
         self._granted_work = 0.0
+        self.reclaiming = 0
+        """Sequences on their way that find a place only when the engine takes one from somebody else."""
         self.update(report)
 
     def update(self, report: EngineReport) -> None:
@@ -42,7 +59,24 @@ class EngineLoad:
     @property
     def sequences(self) -> int:
         """Sequences in the engine or on their way to it."""
-        return self.report.running + self.report.waiting + self._granted_sequences
+        return self.report.running + self.report.waiting + self._granted.sequences
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that neither a request in the engine nor one on its way takes."""
+        return self.report.free_pages - self._granted.pages
+
+    def tenants(self) -> set[str]:
+        """Tenants with sequences in the engine or on their way to it."""
+        return self.report.live_sequences.keys() | self._granted_by_tenant.keys()
+
+    def tenant_sequences(self, tenant: str) -> int:
+        """Sequences of one tenant in the engine or on their way to it."""
+        return self.report.live_sequences.get(tenant, 0) + self._on_the_way(tenant).sequences
+
+    def tenant_pages(self, tenant: str) -> int:
+        """Pages that one tenant's requests hold, or will take on arrival."""
+        return self.report.tenant_pages.get(tenant, 0) + self._on_the_way(tenant).pages
 
     def fits(self, ticket: Ticket) -> bool:
         """Whether the engine can take the ticket now.
@@ -50,28 +84,45 @@ class EngineLoad:
         An engine that holds nothing takes any ticket: one larger than the engine's limits would otherwise
         stand at the head of the queue for ever, and the engine is the one to judge it.
         """
-        report = self.report
-        if report.draining:
+        if self.report.draining:
             return False
         if self.sequences == 0:
             return True
-        prefill = report.waiting_prefill_tokens + self._granted_input_tokens
-        free_pages = report.free_pages - self._granted_pages
-        return (
-            self.sequences + ticket.sequences <= report.max_num_seqs
-            # The ticket's own input does not count: an engine never runs dry behind one long prompt.
-            and prefill < PREFILL_BUFFER_STEPS * report.max_num_batched_tokens
-            and prompt_pages(ticket, report.page_size) <= free_pages
-        )
+        return self.has_slots(ticket) and self.has_pages(ticket) and self.has_prefill_room()
 
-    def add_grant(self, ticket: Ticket, cost: float) -> None:
-        self._count(ticket, cost, 1)
+    def has_slots(self, ticket: Ticket) -> bool:
+        return self.sequences + ticket.sequences <= self.report.max_num_seqs
 
-    def remove_grant(self, ticket: Ticket, cost: float) -> None:
-        self._count(ticket, cost, -1)
+    def has_pages(self, ticket: Ticket) -> bool:
+        return prompt_pages(ticket, self.report.page_size) <= self.free_pages
 
-    def _count(self, ticket: Ticket, cost: float, sign: int) -> None:
-        self._granted_sequences += sign * ticket.sequences
-        self._granted_input_tokens += sign * ticket.input_tokens
-        self._granted_pages += sign * prompt_pages(ticket, self.report.page_size)
+    def has_prefill_room(self) -> bool:
+        """The prefill buffer is not full. The next prompt itself does not count: an engine never runs dry behind
+        one long prompt."""
+        waiting = self.report.waiting_prefill_tokens + self._granted.input_tokens
+        return waiting < PREFILL_BUFFER_STEPS * self.report.max_num_batched_tokens
+
+    def has_prefill_share(self, tenant: str, share: float) -> bool:
+        """The tenant's own part of the prefill buffer, `share` of the whole, is not full."""
+        own = self.report.tenant_prefill_tokens.get(tenant, 0) + self._on_the_way(tenant).input_tokens
+        return own < share * PREFILL_BUFFER_STEPS * self.report.max_num_batched_tokens
+
+    def add_grant(self, ticket: Ticket, cost: float, reclaims: bool = False) -> None:
+        self._count(ticket, cost, reclaims, 1)
+
+    def remove_grant(self, ticket: Ticket, cost: float, reclaims: bool = False) -> None:
+        self._count(ticket, cost, reclaims, -1)
+
+    def _on_the_way(self, tenant: str) -> _OnTheWay:
+        return self._granted_by_tenant.get(tenant) or _OnTheWay()
+
+    def _count(self, ticket: Ticket, cost: float, reclaims: bool, sign: int) -> None:
+        pages = prompt_pages(ticket, self.report.page_size)
+        own = self._granted_by_tenant.setdefault(ticket.tenant, _OnTheWay())
+        for counted in (self._granted, own):
+            counted.add(ticket, pages, sign)
+        if own.sequences == 0:
+            del self._granted_by_tenant[ticket.tenant]
         self._granted_work += sign * cost
+        if reclaims:
+            self.reclaiming += sign * ticket.sequences

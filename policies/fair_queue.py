@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from policies.engine_load import EngineLoad
+from policies.reclaim import choose_reclaim, needs_reclaim
 from policies.service import DEFAULT_PRICES, ServicePrices
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
 
@@ -35,6 +36,7 @@ class _InFlight(NamedTuple):
     engine: str
     cost: float
     expires_at: float
+    reclaims: bool
 
 
 @dataclass
@@ -202,11 +204,11 @@ class FairQueue:
             tenant = min(self._waiting.values(), key=lambda t: t.queue[0])
         entry = tenant.queue[0]
         ticket = entry.ticket
-        fitting = [name for name, engine in self._engines.items() if engine.fits(ticket)]
-        if not fitting:
+        engine = self._choose_engine(ticket)
+        if engine is None:
             return None
-        name = min(fitting, key=lambda n: self._engines[n].work)
-        engine = self._engines[name]
+        name = engine.report.engine
+        reclaims = needs_reclaim(ticket, engine)
         grant = Grant(
             request=ticket.request,
             attempt=ticket.attempt,
@@ -218,8 +220,9 @@ class FairQueue:
         cost = self._prices.cost(computed_input=ticket.input_tokens, output=ticket.predicted_output_tokens)
         # Book before the grant goes out: the next decision must see it.
         self._take_out(entry)
-        self._in_flight[ticket.request] = _InFlight(ticket, name, cost, now + grant.time_to_live_ms / 1000.0)
-        engine.add_grant(ticket, cost)
+        expires_at = now + grant.time_to_live_ms / 1000.0
+        self._in_flight[ticket.request] = _InFlight(ticket, name, cost, expires_at, reclaims)
+        engine.add_grant(ticket, cost, reclaims)
         tenant.granted[ticket.request] = cost
         tenant.update_key()
         return grant
@@ -288,6 +291,17 @@ class FairQueue:
             return f"{len(self._entries)} requests are waiting, {queued} of this tenant (max_queued_requests)"
         return None
 
+    def _choose_engine(self, ticket: Ticket) -> EngineLoad | None:
+        fitting = [engine for engine in self._engines.values() if engine.fits(ticket)]
+        if fitting:
+            return min(fitting, key=lambda engine: engine.work)
+        if self.policy == "fcfs":
+            return None
+        active = set(self._waiting).union(*(engine.tenants() for engine in self._engines.values()))
+        weights = {name: self._tenant(name).weight for name in active}
+        total = sum(weights.values())
+        return choose_reclaim(ticket, self._engines.values(), lambda name: weights[name] / total)
+
     def _lift(self, tenant: _Tenant) -> None:
         if self._waiting:
             floor = min(other.counter for other in self._waiting.values())
@@ -315,7 +329,7 @@ class FairQueue:
         grant = self._in_flight.pop(request, None)
         if grant is None:
             return
-        self._engines[grant.engine].remove_grant(grant.ticket, grant.cost)
+        self._engines[grant.engine].remove_grant(grant.ticket, grant.cost, grant.reclaims)
         tenant = self._tenants[grant.ticket.tenant]
         del tenant.granted[request]
         tenant.update_key()

@@ -67,7 +67,8 @@ class EngineReport:
     `outstanding` is, per tenant, the priced work of the live requests that is not served yet: what is left of their
     input plus what is left of their predicted output. `accepted` names the requests taken since the report before;
     one that is lost costs a grant its time to live and no more. `live_sequences` counts running and waiting requests
-    per tenant, `tenant_pages` the KV pages that each tenant's running requests hold.
+    per tenant, `tenant_pages` the KV pages that each tenant's running requests hold, `tenant_prefill_tokens` each
+    tenant's part of `waiting_prefill_tokens`.
     """
 
     engine: str
@@ -87,5 +88,6 @@ class EngineReport:
     draining: bool = False
     live_sequences: dict[str, int] = field(default_factory=dict)
     tenant_pages: dict[str, int] = field(default_factory=dict)
+    tenant_prefill_tokens: dict[str, int] = field(default_factory=dict)
     page_hashes_added: tuple[int, ...] = field(default=())
     page_hashes_removed: tuple[int, ...] = field(default=())

@@ -423,7 +423,8 @@ def test_sequences_in_the_engine_and_on_their_way_share_the_slots() -> None:
 
 def test_prefill_buffer_is_two_steps() -> None:
     queue = make_queue()
-    queue.observe_report(report(max_num_seqs=100, running=1, waiting_prefill_tokens=150))
+    prefill = {"waiting_prefill_tokens": 150, "tenant_prefill_tokens": {"a": 150}}
+    queue.observe_report(report(max_num_seqs=100, running=1, **prefill))
     for i in range(3):
         queue.push(ticket(f"r{i}", input_tokens=30), 0.0)
     assert granted(queue) == ["r0", "r1"], "150, then 180 are under 2 * 100, 210 is not"
