@@ -17,7 +17,7 @@ from typing import Literal
 import ray
 
 from engine_actor.build import EngineOptions, build_engine, model_length
-from engine_actor.executor import ExecutorInfo
+from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.loop import EngineLoop, StepOutcome
 from engine_actor.report import engine_report
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
@@ -97,6 +97,7 @@ class EngineActor:
         self._scheduler: Scheduler | None = None
         self._description: EngineDescription | None = None
         self._stats = EngineStats(spec.name, self.epoch, spec.model)
+        self._graphs: GraphCounters | None = None
         self._counted = (0, 0, 0, 0)
         self._failure: str | None = None
         self._draining = False
@@ -160,6 +161,7 @@ class EngineActor:
             self._failure = f"{type(error).__name__}: {error}"
             return
         runner = built.runner
+        self._graphs, self._stats.info = runner.graphs, runner.info
         self._scheduler = Scheduler(built.scheduler, runner.num_pages, epoch=self.epoch)
 
         def on_outcome(outcome: StepOutcome) -> None:
@@ -361,6 +363,7 @@ class EngineActor:
             evictable_pages=scheduler.cache.evictable,
             total_pages=scheduler.cache.total,
             reclaimed_pages=scheduler.cache.evicted_pages,
+            graphs=self._graphs,
         )
         return self._report(tuple(outcome.accepted))
 

@@ -11,6 +11,7 @@ from engine_actor.executor import PAGE_SIZE, Executor, Runner
 from engine_actor.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
+    from engine_actor.attention.select import AttentionChoice
     from engine_actor.loading.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,9 @@ class EngineOptions:
     """What a user may choose about one engine. None means the default of the device.
 
     `engine` is "auto", "native", "torch" or "stub": "auto" takes the native executor on a CPU in bfloat16 where it
-    can run, else torch, and "native" insists on it. `kv_pages` counts usable pages, `kv_bytes` is the alternative.
+    can run, else torch, and "native" insists on it. `attention` is that of the torch executor: "auto" takes FlashInfer
+    on CUDA where it can run, else the reference, and "flashinfer" insists on it. `kv_pages` counts usable pages,
+    `kv_bytes` is the alternative.
     `max_model_len` None is the model's own context length. `threads` None takes every core given to the process.
     """
 
@@ -35,6 +38,7 @@ class EngineOptions:
     revision: str | None = None
     engine: str = "auto"
     dtype: str = "auto"
+    attention: AttentionChoice = "auto"
     threads: int | None = None
     kv_pages: int | None = None
     kv_bytes: int | None = None
@@ -80,6 +84,8 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
         raise ValueError(
             f"engine native computes bfloat16 on a CPU, not {options.dtype} on {device}; engine auto or torch does"
         )
+    if native and options.attention != "auto":
+        raise ValueError(f"engine native has an attention of its own, not {options.attention}")
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if native or device == "cuda" or packed_bfloat16_available() else "float32"
@@ -93,7 +99,8 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
     checkpoint = load_checkpoint(options.source, options.revision)
     executor: Executor | None = None
     reason = None
-    if native or (options.engine == "auto" and device == "cpu" and dtype == "bfloat16"):
+    may_be_native = options.engine == "auto" and options.attention == "auto" and device == "cpu"
+    if native or (may_be_native and dtype == "bfloat16"):
         executor, reason = _native_executor(checkpoint, num_pages, kv_bytes, threads)
         if native and executor is None:
             raise ValueError(f"engine native can not run here: {reason}")
@@ -105,6 +112,8 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
             kv_memory_bytes=kv_bytes,
             threads=threads,
             device=device,
+            attention=options.attention,
+            graph_rows=options.max_num_seqs,
         )
         if reason is not None:
             logger.warning("the torch executor is used, not the native one: %s", reason)

@@ -35,10 +35,22 @@ class ExecutorInfo:
     fallback_reason: str | None = None
 
 
+@dataclass
+class GraphCounters:
+    """What captured graphs did, cumulative. `eager_steps` are those that no graph could serve: steps with prefill,
+    or with too many rows."""
+
+    captured: int = 0
+    capture_seconds: float = 0.0
+    replays: int = 0
+    eager_steps: int = 0
+
+
 class Executor(ABC):
-    """Computes one step over the paged KV cache it owns."""
+    """Computes one step over the paged KV cache it owns. `graphs` counts where steps are captured graphs."""
 
     info: ExecutorInfo
+    graphs: GraphCounters | None = None
     num_pages: int
     """Size of the KV pool in pages, the dummy page included."""
 
@@ -55,6 +67,7 @@ class Runner(ABC):
 
     info: ExecutorInfo
     num_pages: int
+    graphs: GraphCounters | None = None
 
     @abstractmethod
     def run(self, record: StepRecord) -> StepResult:

@@ -16,6 +16,7 @@ class ModelRunner(Runner):
         self._executor = executor
         self.info = executor.info
         self.num_pages = executor.num_pages
+        self.graphs = executor.graphs
 
     def run(self, record: StepRecord) -> StepResult:
         started = time.perf_counter()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from engine_actor.executor import ExecutorInfo, GraphCounters
 
 ITERATION_BOUNDS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
@@ -71,7 +73,7 @@ class EngineStatsSnapshot:
 
     `last_step_age_s` is the time since the last step ended, None before the first one. It grows while idle.
     `free_pages` hold nothing, `evictable_pages` hold cached prefixes nobody uses now, `reclaimed_pages`
-    counts the evictions so far.
+    counts the evictions so far. `graphs` is None where no graphs are captured.
     """
 
     engine: str
@@ -94,6 +96,8 @@ class EngineStatsSnapshot:
     total_pages: int
     reclaimed_pages: int
     last_step_age_s: float | None
+    graphs: GraphCounters | None = None
+    info: ExecutorInfo | None = None
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -127,6 +131,9 @@ class EngineStats:
         self._total_pages = 0
         self._reclaimed_pages = 0
         self._last_step: float | None = None
+        self._graphs: GraphCounters | None = None
+        self.info: ExecutorInfo | None = None
+        """Set once the model is loaded."""
 
     def observe_step(
         self,
@@ -174,6 +181,7 @@ class EngineStats:
         evictable_pages: int,
         total_pages: int,
         reclaimed_pages: int,
+        graphs: GraphCounters | None = None,
     ) -> None:
         """Current state. Call after every step and before every snapshot: no gauge freezes when idle.
 
@@ -187,6 +195,7 @@ class EngineStats:
             self._evictable_pages = evictable_pages
             self._total_pages = total_pages
             self._reclaimed_pages = reclaimed_pages
+            self._graphs = None if graphs is None else replace(graphs)
 
     def snapshot(self, now: float) -> EngineStatsSnapshot:
         """A consistent, picklable copy. `now` is the clock of `observe_step`."""
@@ -212,4 +221,6 @@ class EngineStats:
                 total_pages=self._total_pages,
                 reclaimed_pages=self._reclaimed_pages,
                 last_step_age_s=None if self._last_step is None else max(0.0, now - self._last_step),
+                graphs=self._graphs,
+                info=self.info,
             )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine_actor.attention.base import token_positions
-from engine_actor.attention.reference import ReferenceBackend
+from engine_actor.attention.flashinfer import FlashInferBackend
+from engine_actor.attention.select import AttentionChoice, AttentionShape, select_attention
 from engine_actor.executor import PAGE_SIZE, Executor, ExecutorInfo
+from engine_actor.graphs import DecodeGraphs
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.loading.config import ModelConfig
 from engine_actor.models.layers import packed_bfloat16_available
@@ -32,12 +35,15 @@ class TorchExecutor(Executor):
         kv_memory_bytes: int | None = None,
         threads: int | None = None,
         device: str = "cpu",
+        attention: AttentionChoice = "auto",
+        graph_rows: int = 0,
     ) -> None:
         """Read the weights and allocate the KV pool.
 
         The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
-        `threads` is the number of CPU threads, None for torch's choice. Raises ValueError for an unknown
-        dtype or a pool without a usable page.
+        `threads` is the number of CPU threads, None for torch's choice. With FlashInfer, decode steps of up to
+        `graph_rows` rows become CUDA graphs. Raises ValueError for an unknown dtype or a pool without a usable page,
+        AttentionUnavailable for an attention backend that was insisted on and can not be used.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
@@ -55,14 +61,21 @@ class TorchExecutor(Executor):
         if self._device.type == "cpu" and dtype == "bfloat16" and not packed_bfloat16_available():
             fallback_reason = "oneDNN has no packed bfloat16 linear layers on this machine"
         self._model = LlamaModel(checkpoint, DTYPES[dtype], self._device)
-        self._attention = ReferenceBackend(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_pages=self.num_pages,
-            dtype=DTYPES[dtype],
-            device=self._device,
+        shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+        self._attention, attention_reason = select_attention(
+            attention, shape, num_pages=self.num_pages, dtype=DTYPES[dtype], device=self._device
         )
+        self._graphs = None
+        if graph_rows and isinstance(self._attention, FlashInferBackend):
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    self._forward,
+                    self._attention,
+                    max_rows=graph_rows,
+                    max_model_len=config.max_position_embeddings,
+                    vocab_size=config.vocab_size,
+                )
+            self.graphs = self._graphs.counters
         self.info = ExecutorInfo(
             executor="torch",
             attention_backend=self._attention.name,
@@ -70,19 +83,31 @@ class TorchExecutor(Executor):
             dtype=dtype,
             quantization="none",
             threads=self._threads,
-            fallback_reason=fallback_reason,
+            fallback_reason=attention_reason or fallback_reason,
         )
 
     @torch.inference_mode()
     def execute(self, record: StepRecord) -> torch.Tensor:
         self._adopt_thread()
+        if self._graphs is not None and (logits := self._graphs.execute(record)) is not None:
+            return logits
         last_token = record.token_indptr[1:][record.is_last_chunk] - 1
+        return self._forward(
+            self._tensor(record.token_ids),
+            self._tensor(token_positions(record)),
+            self._tensor(last_token),
+            self._attention.prepare(record),
+        )
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_tokens: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
         return self._model.forward(
-            token_ids=self._tensor(record.token_ids),
-            positions=self._tensor(token_positions(record)),
-            logit_tokens=self._tensor(last_token),
+            token_ids=token_ids,
+            positions=positions,
+            logit_tokens=logit_tokens,
             attention=self._attention,
-            metadata=self._attention.prepare(record),
+            metadata=metadata,
         )
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:

@@ -40,6 +40,7 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
         revision=model.revision,
         engine=model.engine,
         dtype=model.dtype,
+        attention=model.attention,
         threads=model.threads,
         kv_pages=model.kv_cache.pages,
         kv_bytes=None if memory is None else int(memory * 2**30),

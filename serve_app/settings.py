@@ -118,7 +118,7 @@ class ModelSettings(_Settings):
     engine: EngineKind = "auto"
     engines: _Count = 1
     tensor_parallel: Literal[1] = 1
-    attention: Literal["auto", "reference"] = "auto"
+    attention: Literal["auto", "flashinfer", "reference"] = "auto"
     threads: _Count | None = None
     kv_cache: KvCacheSettings = KvCacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

@@ -123,6 +123,40 @@ class EngineMetrics(Collector):
                 age.add_metric(labels, snapshot.last_step_age_s + now - received.at)
         yield recomputed
         yield age
+        yield _info_family(rows)
+        yield from _graph_families(rows)
+
+
+def _info_family(rows: list[tuple[tuple[str, str], EngineStatsSnapshot]]) -> Metric:
+    """What runs, and why it is not something faster."""
+    names = ("executor", "attention_backend", "device", "dtype", "quantization", "fallback_reason")
+    family = GaugeMetricFamily("engine_info", "What the engine runs; always 1.", labels=(*LABELS, *names))
+    for labels, snapshot in rows:
+        if snapshot.info is not None:
+            family.add_metric((*labels, *(getattr(snapshot.info, name) or "" for name in names)), 1)
+    return family
+
+
+def _graph_families(rows: list[tuple[tuple[str, str], EngineStatsSnapshot]]) -> Iterator[Metric]:
+    """Of the engines that replay captured graphs; an engine without them has no series."""
+    capture = GaugeMetricFamily(
+        "graph_capture_seconds", "Time that the engine took to capture its decode graphs.", labels=LABELS
+    )
+    captured = GaugeMetricFamily("graph_captured_graphs", "Decode graphs captured.", labels=LABELS)
+    steps = CounterMetricFamily(
+        "graph_steps",
+        "Engine iterations by graph replay, or eager for want of one.",
+        labels=(*LABELS, "mode"),
+    )
+    for labels, snapshot in rows:
+        if (graphs := snapshot.graphs) is not None:
+            capture.add_metric(labels, graphs.capture_seconds)
+            captured.add_metric(labels, graphs.captured)
+            steps.add_metric((*labels, "replay"), graphs.replays)
+            steps.add_metric((*labels, "eager"), graphs.eager_steps)
+    yield capture
+    yield captured
+    yield steps
 
 
 def histogram_family(

@@ -80,7 +80,7 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     ),
     (
         lambda d: model_of(d).update(attention="flash"),
-        f"{ARGS}.models[0].attention: 'flash' is not allowed; allowed: auto, reference",
+        f"{ARGS}.models[0].attention: 'flash' is not allowed; allowed: auto, flashinfer, reference",
     ),
     (
         lambda d: model_of(d).update(engines="2"),

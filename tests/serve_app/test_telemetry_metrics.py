@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import parser
 from prometheus_client.core import Metric
 
+from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.request import RequestUsage
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
 from serve_app.telemetry.engine_collector import EngineMetrics
@@ -60,7 +61,16 @@ def engine_snapshot(engine: str = "engine-0", running: int = 0, epoch: int = 1) 
     )
     stats.observe_input(cached_tokens=25, computed_tokens=75)
     stats.set_state(
-        running=running, waiting=4, free_pages=90, evictable_pages=9, total_pages=100, reclaimed_pages=7
+        running=running,
+        waiting=4,
+        free_pages=90,
+        evictable_pages=9,
+        total_pages=100,
+        reclaimed_pages=7,
+        graphs=GraphCounters(captured=7, capture_seconds=3.5, replays=40, eager_steps=2),
+    )
+    stats.info = ExecutorInfo(
+        "torch", "reference", "cuda", "bfloat16", "none", 1, "import flashinfer: no module"
     )
     return stats.snapshot(now=12.0)
 
@@ -83,6 +93,9 @@ NAMES = {
     "requests": "counter",
     "admission_refusals": "counter",
     "requests_cancelled": "counter",
+    "graph_capture_seconds": "gauge",
+    "graph_steps": "counter",
+    "engine_info": "gauge",
 }
 
 
@@ -117,6 +130,17 @@ def test_engine_snapshot_is_rendered_with_exact_names() -> None:
     assert value(metrics, "num_requests_running", **labels) == 2
     assert value(metrics, "num_requests_waiting", **labels) == 4
     assert value(metrics, "kv_cache_page_reclaimed_pages_total", **labels) == 7
+
+
+def test_graphs_and_what_runs_are_told() -> None:
+    metrics = GatewayMetrics(["tiny"])
+    metrics.engines.update(engine_snapshot())
+    assert value(metrics, "graph_capture_seconds", engine="engine-0", model="tiny") == 3.5
+    assert value(metrics, "graph_steps_total", engine="engine-0", model="tiny", mode="replay") == 40
+    assert value(metrics, "graph_steps_total", engine="engine-0", model="tiny", mode="eager") == 2
+    (info,) = families(metrics)["engine_info"].samples
+    assert info.labels["attention_backend"] == "reference"
+    assert info.labels["fallback_reason"] == "import flashinfer: no module"
 
 
 def test_buckets_are_cumulative() -> None:

@@ -1,0 +1,196 @@
+"""Attention by FlashInfer's paged kernels (Ye et al., "FlashInfer", MLSys'25) on CUDA.
+
+Written for FlashInfer 0.6.4 to 0.7.x: arguments go by keyword, because their order differs between versions, and both
+data types are always named, because their default is float16. The kernels are pinned to "fa2", so that the same
+numbers come from every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine_actor.attention.base import AttentionBackend, token_slots
+from engine_actor.executor import DUMMY_PAGE, PAGE_SIZE
+from engine_actor.step import Int32, StepRecord
+
+WORKSPACE_BYTES = 128 << 20
+"""Scratch memory of the kernels, as FlashInfer advises. Shared by all wrappers: they run one after another."""
+
+_CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per KV head for which decode runs without tensor cores; with four or more those are faster."""
+
+_LAYOUT = "NHD"
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A step's page table on the host, int32, in the form that the kernels plan on.
+
+    `indptr` [R + 1], `indices` [P], `last_page_len` [R] in 1 .. PAGE_SIZE.
+    """
+
+    indptr: Int32
+    indices: Int32
+    last_page_len: Int32
+
+    @classmethod
+    def of(cls, record: StepRecord) -> PageTable:
+        end = record.start + record.length
+        return cls(record.page_indptr, record.page_indices, ((end - 1) % PAGE_SIZE + 1).astype(np.int32))
+
+    def padded(self, rows: int) -> PageTable:
+        """The table with rows added that read one token of the dummy page, up to `rows` in all."""
+        missing = rows - len(self.last_page_len)
+        return PageTable(
+            np.concatenate((self.indptr, self.indptr[-1] + np.arange(1, missing + 1, dtype=np.int32))),
+            np.concatenate((self.indices, np.full(missing, DUMMY_PAGE, np.int32))),
+            np.concatenate((self.last_page_len, np.ones(missing, np.int32))),
+        )
+
+
+@dataclass(frozen=True)
+class FlashInferMetadata:
+    """`wrapper` is planned for the step; `slots` [T] int64 is where its new K and V go."""
+
+    wrapper: Any
+    slots: torch.Tensor
+
+
+class PlannedWrapper:
+    """One wrapper and the rule of its `plan`: it copies from pinned memory without waiting, and the next plan on it
+    would overwrite that memory, so that plan waits for the copy of the one before."""
+
+    def __init__(self, wrapper: Any, make_event: Callable[[], Event]) -> None:
+        self.wrapper = wrapper
+        self._make_event = make_event
+        self._copied: Event | None = None
+
+    def plan(self, **arguments: Any) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.wrapper.plan(**arguments)
+        self._copied = self._copied or self._make_event()
+        self._copied.record()
+
+
+class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
+    """Pools are [layers, pages, PAGE_SIZE, kv_heads, head_dim], one for keys and one for values.
+
+    Steps of decode rows alone run the decode kernel, all others the prefill kernel with a causal mask aligned at the
+    bottom right. A slot beyond a row's last token is never read into the result: the kernels fill it with zeros.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        flashinfer: ModuleType,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_event: Callable[[], Event] = torch.cuda.Event,
+    ) -> None:
+        """`flashinfer` is the imported package. Raises ValueError for a type its kernels do not compute in."""
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"FlashInfer computes in float16 and bfloat16, not in {dtype}")
+        shape = (num_layers, num_pages, PAGE_SIZE, num_kv_heads, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._flashinfer = flashinfer
+        self._common: dict[str, Any] = {
+            "num_qo_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "page_size": PAGE_SIZE,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+        self._head_dim = head_dim
+        self._make_event = make_event
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
+        self._prefill = PlannedWrapper(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout=_LAYOUT, backend="fa2"),
+            make_event,
+        )
+        self._decode = self._decode_wrapper()
+
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device
+
+    def prepare(self, record: StepRecord) -> FlashInferMetadata:
+        table = PageTable.of(record)
+        if int(record.length.max()) == 1:
+            self.plan_decode(self._decode, table)
+            planned = self._decode
+        else:
+            planned = self._prefill
+            planned.plan(
+                qo_indptr=torch.from_numpy(record.token_indptr),
+                paged_kv_indptr=torch.from_numpy(table.indptr),
+                paged_kv_indices=torch.from_numpy(table.indices).to(self.device),
+                paged_kv_last_page_len=torch.from_numpy(table.last_page_len),
+                head_dim_qk=self._head_dim,
+                causal=True,
+                **self._common,
+            )
+        return FlashInferMetadata(planned.wrapper, torch.from_numpy(token_slots(record)).to(self.device))
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: FlashInferMetadata
+    ) -> torch.Tensor:
+        keys, values = self._keys[layer], self._values[layer]
+        keys.flatten(0, 1).index_copy_(0, metadata.slots, k)
+        values.flatten(0, 1).index_copy_(0, metadata.slots, v)
+        out: torch.Tensor = metadata.wrapper.run(q.contiguous(), (keys, values))
+        return out
+
+    def graph_wrapper(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
+    ) -> PlannedWrapper:
+        """A decode wrapper for a captured graph of len(last_page_len) rows, over fixed device buffers (int32)."""
+        return self._decode_wrapper(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+        )
+
+    def plan_decode(self, planned: PlannedWrapper, table: PageTable) -> None:
+        """Plan one decode step: before its first layer, and never while a graph is captured."""
+        planned.plan(
+            indptr=torch.from_numpy(table.indptr),
+            indices=torch.from_numpy(table.indices).to(self.device),
+            last_page_len=torch.from_numpy(table.last_page_len),
+            head_dim=self._head_dim,
+            **self._common,
+        )
+
+    def _decode_wrapper(self, **buffers: Any) -> PlannedWrapper:
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            kv_layout=_LAYOUT,
+            use_tensor_cores=self._tensor_cores,
+            backend="fa2",
+            **buffers,
+        )
+        return PlannedWrapper(wrapper, self._make_event)
