@@ -16,8 +16,8 @@ from engine_actor.executor import PAGE_SIZE, Executor, ExecutorInfo
 from engine_actor.graphs import DecodeGraphs
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.loading.config import ModelConfig
+from engine_actor.models.decoder import Decoder
 from engine_actor.models.layers import packed_bfloat16_available
-from engine_actor.models.llama import LlamaModel
 from engine_actor.step import StepRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,8 +60,16 @@ class TorchExecutor(Executor):
             warnings.warn("the weights were made in bfloat16 and may overflow in float16", stacklevel=2)
         if self._device.type == "cpu" and dtype == "bfloat16" and not packed_bfloat16_available():
             fallback_reason = "oneDNN has no packed bfloat16 linear layers on this machine"
-        self._model = LlamaModel(checkpoint, DTYPES[dtype], self._device)
-        shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+        self._model = Decoder(checkpoint, DTYPES[dtype], self._device)
+        shape = AttentionShape(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            sliding_window=config.sliding_window,
+            sliding_layers=config.sliding_layers,
+        )
         self._attention, attention_reason = select_attention(
             attention, shape, num_pages=self.num_pages, dtype=DTYPES[dtype], device=self._device
         )

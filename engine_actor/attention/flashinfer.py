@@ -107,9 +107,10 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        scale: float | None = None,
         make_event: Callable[[], Event] = torch.cuda.Event,
     ) -> None:
-        """`flashinfer` is the imported package. Raises ValueError for a type its kernels do not compute in."""
+        """`flashinfer` is the imported package, `scale` None is head_dim**-0.5. Raises ValueError for a type its kernels do not compute in."""
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"FlashInfer computes in float16 and bfloat16, not in {dtype}")
         shape = (num_layers, num_pages, PAGE_SIZE, num_kv_heads, head_dim)
@@ -122,6 +123,7 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
             "page_size": PAGE_SIZE,
             "q_data_type": dtype,
             "kv_data_type": dtype,
+            "sm_scale": head_dim**-0.5 if scale is None else scale,
         }
         self._head_dim = head_dim
         self._make_event = make_event

@@ -31,12 +31,18 @@ _PROBE_TABLES = ((3, 1, 5), (2,))
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend must know of a model: each layer has `num_heads` query heads that share `num_kv_heads`."""
+    """What a backend must know of a model: each layer has `num_heads` query heads that share `num_kv_heads`.
+
+    `scale` multiplies q · k, None for head_dim**-0.5; a token of the `sliding_layers` sees `sliding_window` tokens.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
 
 
 class AttentionUnavailable(RuntimeError):
@@ -59,6 +65,8 @@ def select_attention(
     reason = None
     if choice == "flashinfer" or (choice == "auto" and device.type == "cuda"):
         try:
+            if shape.sliding_layers:
+                raise AttentionUnavailable("layers with a sliding window are not planned on it yet")
             module = import_flashinfer(device)
             probe(module, shape, dtype=dtype, device=device)
             return _flashinfer(module, shape, num_pages, dtype, device), None
@@ -87,6 +95,7 @@ def _flashinfer(
         num_pages=num_pages,
         dtype=dtype,
         device=device,
+        scale=shape.scale,
         make_event=make_event,
     )
 
@@ -101,6 +110,9 @@ def _reference(
         num_pages=num_pages,
         dtype=dtype,
         device=device,
+        scale=shape.scale,
+        sliding_window=shape.sliding_window,
+        sliding_layers=shape.sliding_layers,
     )
 
 

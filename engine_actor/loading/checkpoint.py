@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
-from engine_actor.loading.config import ModelConfig, gguf_model_config, read_model_config
+from engine_actor.loading.config import ModelConfig
 from engine_actor.loading.gguf import GgufWeights
+from engine_actor.loading.gguf_config import gguf_model_config
 from engine_actor.loading.gguf_header import read_gguf_header
+from engine_actor.loading.hf_config import hf_model_config
 from engine_actor.loading.layout import EMBEDDING, OUTPUT, check_tensors
 from engine_actor.loading.safetensors import SafetensorsWeights
 from engine_actor.loading.source import LoadError, ResolvedSource, resolve_source
@@ -53,7 +55,7 @@ def load_checkpoint(source: str, revision: str | None = None, token: str | None 
         config = gguf_model_config(header, resolved.path)
         weights = GgufWeights(resolved.path, header, config)
     else:
-        config = read_model_config(resolved)
+        config = hf_model_config(resolved.path)
         weights = SafetensorsWeights(resolved.path)
     check_tensors(config, weights.shapes, str(resolved.path))
     if config.tie_word_embeddings and OUTPUT in weights.shapes:

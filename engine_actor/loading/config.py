@@ -1,43 +1,51 @@
-"""The model configuration, read from a Hugging Face directory or a GGUF header. No torch: the gateway reads
-it too."""
+"""What a decoder is: the fields that every executor computes from. No torch: the gateway reads it too."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from engine_actor.loading.gguf_header import GgufHeader, read_gguf_header
-from engine_actor.loading.source import LoadError, ResolvedSource
+from engine_actor.loading.source import LoadError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-
-_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-
-# Markers that end a turn. A GGUF file often names only the end of the text, while its chat template ends
-# turns with one of these: generation would run on into an invented user turn.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: kind "linear" uses `factor` alone, "llama3" all four."""
+    """How rotary frequencies are stretched to a longer context.
 
-    kind: str
+    "linear" divides all by `factor`. "llama3" and "yarn" divide the long waves alone, told from short ones by
+    their turns within `original_max_position_embeddings`: up to low_freq_factor turns are stretched, from
+    high_freq_factor on kept (yarn calls these beta_slow and beta_fast). yarn also scales queries and keys by
+    `attention_factor` each.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape. `architecture` is the Hugging Face class name.
+    """A decoder's shape and its family's habits. `architecture` is the Hugging Face class name.
 
-    `max_position_embeddings` is the longest context that is computed exactly as the model defines it: a
-    sliding window caps it. `eos_token_ids` holds every configured end token, ascending. `weights_dtype` is
-    the type that the weights were made in, "unknown" where the checkpoint does not say.
+    `max_position_embeddings` is the longest context the model is made for. `eos_token_ids` holds every configured
+    end token, ascending. `weights_dtype` is the type that the weights were made in, "unknown" where the
+    checkpoint does not say.
+
+    The fields with a default are what sets other families apart from Llama:
+    `qkv_bias` q, k and v have a bias; `qk_norm` each head of q and k passes an RMS norm before it is rotated;
+    `post_norms` attention and MLP pass a norm each before they are added to the residual; `norm_offset` is added
+    to every norm weight; `embedding_scale` multiplies the embedded tokens; `query_scalar` (None: head_dim) sets
+    the attention scale; layers in `sliding_layers` see `sliding_window` tokens, the own one included, and rotate
+    by `local_rope_theta`, unscaled, where that is set; `logit_softcap` c replaces a final logit x by
+    c * tanh(x / c).
     """
 
     architecture: str
@@ -56,6 +64,17 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     weights_dtype: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    query_scalar: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -63,154 +82,15 @@ class ModelConfig:
                 f"{self.num_heads} heads can not share {self.num_kv_heads} key/value heads evenly"
             )
 
+    @property
+    def attention_scale(self) -> float:
+        """What q · k is multiplied by, yarn's factors included: they commute with the rotation."""
+        factor = self.rope_scaling.attention_factor if self.rope_scaling else 1.0
+        return factor**2 / math.sqrt(self.query_scalar or self.head_dim)
 
-def read_model_config(resolved: ResolvedSource) -> ModelConfig:
-    """Read the configuration without touching the weights.
-
-    Raises LoadError for a missing or damaged file or field, an unsupported architecture or an option that
-    would change the computation and is not implemented.
-    """
-    if resolved.kind == "gguf":
-        return gguf_model_config(read_gguf_header(resolved.path), resolved.path)
-    return _hf_model_config(resolved.path)
-
-
-def gguf_model_config(header: GgufHeader, path: Path) -> ModelConfig:
-    """The configuration in an already parsed GGUF header."""
-    metadata = header.metadata
-    name = metadata.get("general.architecture")
-    if name not in _GGUF_ARCHITECTURES:
-        raise LoadError(
-            f"{path}: GGUF architecture {name!r} is not supported "
-            f"(supported: {', '.join(_GGUF_ARCHITECTURES)})"
-        )
-
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{name}.{key}", default)
-
-    def need(key: str) -> Any:
-        return _need(metadata, f"{name}.{key}", path)
-
-    if get("expert_count", 0):
-        raise LoadError(f"{path}: mixture-of-experts models are not supported ({name}.expert_count)")
-    heads = need("attention.head_count")
-    head_dim = get("attention.key_length", need("embedding_length") // heads)
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise LoadError(f"{path}: partial rotary embedding is not supported ({name}.rope.dimension_count)")
-    embedding = header.tensors.get("token_embd.weight")
-    vocab_size = embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ()))
-    context = need("context_length")
-    return ModelConfig(
-        architecture=_GGUF_ARCHITECTURES[name],
-        hidden_size=need("embedding_length"),
-        intermediate_size=need("feed_forward_length"),
-        num_layers=need("block_count"),
-        num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        vocab_size=get("vocab_size", vocab_size),
-        max_position_embeddings=min(context, get("attention.sliding_window") or context),
-        rope_theta=get("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope_scaling(get("rope.scaling.type", "none"), get("rope.scaling.factor"), path),
-        # Stored as float32: 1e-5 reads back as 9.9999997e-06, so round to what was meant.
-        rms_norm_eps=float(f"{need('attention.layer_norm_rms_epsilon'):.6g}"),
-        tie_word_embeddings="output.weight" not in header.tensors,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_gguf_eos_token_ids(metadata),
-        weights_dtype="unknown",
-    )
-
-
-def _gguf_rope_scaling(kind: str, factor: float | None, path: Path) -> RopeScaling | None:
-    # The stretched frequencies of Llama 3.1 come as the tensor rope_freqs.weight, not as metadata.
-    if kind == "none":
-        return None
-    if kind == "linear" and factor:
-        return RopeScaling("linear", factor)
-    raise LoadError(f"{path}: rope scaling {kind!r} with factor {factor} is not supported")
-
-
-def _gguf_eos_token_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    ids = {metadata[key] for key in keys if key in metadata}
-    template = metadata.get("tokenizer.chat_template", "")
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    ids.update(tokens.index(marker) for marker in _END_OF_TURN if marker in template and marker in tokens)
-    return tuple(sorted(ids))
-
-
-def _hf_model_config(path: Path) -> ModelConfig:
-    file = path / "config.json"
-    config = read_json(file)
-    architectures = config.get("architectures") or ["none"]
-    architecture = next((name for name in architectures if name in SUPPORTED_ARCHITECTURES), None)
-    if architecture is None:
-        raise LoadError(
-            f"{file}: architecture {', '.join(architectures)} is not supported "
-            f"(supported: {', '.join(SUPPORTED_ARCHITECTURES)})"
-        )
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise LoadError(f"{file}: quantised safetensors ({method}) are not supported")
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise LoadError(f"{file}: attention_bias and mlp_bias are not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise LoadError(f"{file}: hidden_act {config['hidden_act']!r} is not supported")
-    heads = _need(config, "num_attention_heads", file)
-    hidden_size = _need(config, "hidden_size", file)
-    context = _need(config, "max_position_embeddings", file)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    dtype = config.get("dtype") or config.get("torch_dtype") or "unknown"
-    return ModelConfig(
-        architecture=architecture,
-        hidden_size=hidden_size,
-        intermediate_size=_need(config, "intermediate_size", file),
-        num_layers=_need(config, "num_hidden_layers", file),
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden_size // heads,
-        vocab_size=_need(config, "vocab_size", file),
-        max_position_embeddings=min(context, config.get("sliding_window") or context),
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-        rope_scaling=_hf_rope_scaling(rope, file),
-        rms_norm_eps=_need(config, "rms_norm_eps", file),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_hf_eos_token_ids(path, config),
-        weights_dtype=dtype,
-    )
-
-
-def _hf_rope_scaling(rope: dict[str, Any], file: Path) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", _need(rope, "factor", file))
-    if kind == "llama3":
-        fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return RopeScaling("llama3", **{field: _need(rope, field, file) for field in fields})
-    raise LoadError(f"{file}: rope type {kind!r} is not supported (default, linear and llama3 are)")
-
-
-def _hf_eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The end tokens of config.json and generation_config.json, and the tokenizer's own."""
-    ids = _token_ids(config.get("eos_token_id"))
-    if (path / "generation_config.json").is_file():
-        ids |= _token_ids(read_json(path / "generation_config.json").get("eos_token_id"))
-    if (path / "tokenizer_config.json").is_file():
-        tokenizer = read_json(path / "tokenizer_config.json")
-        eos = tokenizer.get("eos_token")
-        text = eos.get("content") if isinstance(eos, dict) else eos
-        added = tokenizer.get("added_tokens_decoder", {})
-        ids |= {int(token_id) for token_id, token in added.items() if token["content"] == text}
-    return tuple(sorted(ids))
-
-
-def _token_ids(value: int | list[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
+    def window(self, layer: int) -> int | None:
+        """How many tokens a layer sees, None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -224,7 +104,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _need(mapping: dict[str, Any], key: str, file: Path) -> Any:
+def need(mapping: dict[str, Any], key: str, file: Path) -> Any:
+    """A field that must be there. Raises LoadError naming file and field."""
     if mapping.get(key) is None:
         raise LoadError(f"{file}: field {key!r} is missing")
     return mapping[key]

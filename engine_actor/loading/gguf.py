@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,20 @@ _IN_BLOCK = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GgufWeights:
@@ -44,7 +52,10 @@ class GgufWeights:
         """Raises LoadError, naming the tensors, for an unsupported type or a file that ends inside one."""
         self._path = path
         self._config = config
-        self._infos = {_hf_name(name): info for name, info in header.tensors.items()}
+        in_block = _IN_BLOCK | (_POST_NORMS if config.post_norms else {})
+        self._infos = {_hf_name(name, in_block): info for name, info in header.tensors.items()}
+        # Only this architecture has its q and k rows in the order of another rotation.
+        self._permuted = header.metadata.get("general.architecture") == "llama"
         self.shapes = {name: info.shape for name, info in self._infos.items()}
         self._check()
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
@@ -69,17 +80,19 @@ class GgufWeights:
         raw = self._data[info.offset : info.offset + _num_bytes(info)]
         values = dequantize(_as_rows(raw, info), GGMLQuantizationType(info.ggml_type))
         tensor = torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
-        if name.endswith("q_proj.weight"):
+        if self._permuted and name.endswith("q_proj.weight"):
             return _unpermute(tensor, self._config.num_heads)
-        if name.endswith("k_proj.weight"):
+        if self._permuted and name.endswith("k_proj.weight"):
             return _unpermute(tensor, self._config.num_kv_heads)
+        if name.endswith("norm.weight"):
+            return tensor - self._config.norm_offset  # the file has it added already
         return tensor
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, in_block: Mapping[str, str]) -> str:
     block = _BLOCK_NAME.fullmatch(name)
-    if block and block[2] in _IN_BLOCK:
-        return f"model.layers.{block[1]}.{_IN_BLOCK[block[2]]}.weight"
+    if block and block[2] in in_block:
+        return f"model.layers.{block[1]}.{in_block[block[2]]}.{block[3]}"
     return _TOP_LEVEL.get(name, name)
 
 

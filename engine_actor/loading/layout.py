@@ -15,8 +15,8 @@ ROPE_FREQUENCY_FACTORS = "rope_freqs.weight"
 Shape = tuple[int, ...]
 
 
-def llama_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the Llama family (Llama, Mistral), the output layer only when it is not tied."""
+def decoder_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of a decoder, the output layer only when it is not tied."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
@@ -27,7 +27,17 @@ def llama_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes[prefix + "self_attn.k_proj.weight"] = (key_value, hidden)
         shapes[prefix + "self_attn.v_proj.weight"] = (key_value, hidden)
         shapes[prefix + "self_attn.o_proj.weight"] = (hidden, query)
+        if config.qkv_bias:
+            shapes[prefix + "self_attn.q_proj.bias"] = (query,)
+            shapes[prefix + "self_attn.k_proj.bias"] = (key_value,)
+            shapes[prefix + "self_attn.v_proj.bias"] = (key_value,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.post_norms:
+            shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[prefix + "post_feedforward_layernorm.weight"] = (hidden,)
         shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
         shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
         shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
@@ -42,7 +52,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: str) -
     Raises LoadError naming every tensor that is missing, unknown or of the wrong shape. A second copy of tied
     embeddings is let through here: whether it is only a copy is the loader's to see.
     """
-    expected = llama_shapes(config)
+    expected = decoder_shapes(config)
     optional = {ROPE_FREQUENCY_FACTORS: (config.head_dim // 2,), OUTPUT: expected[EMBEDDING]}
     known = optional | expected
     problems = [f"missing: {name}" for name in expected if name not in found]

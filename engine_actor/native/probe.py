@@ -12,7 +12,7 @@ import torch
 from engine_actor.executor import PAGE_SIZE, Executor
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.loading.config import ModelConfig
-from engine_actor.loading.layout import llama_shapes
+from engine_actor.loading.layout import decoder_shapes
 from engine_actor.loading.source import ResolvedSource
 from engine_actor.native.build import NativeUnavailable
 from engine_actor.native.executor import NativeExecutor
@@ -31,7 +31,7 @@ class RandomWeights:
         generator = torch.Generator().manual_seed(seed)
         self._tensors = {
             name: torch.randn(shape, generator=generator) * 0.1 + (1.0 if len(shape) == 1 else 0.0)
-            for name, shape in llama_shapes(config).items()
+            for name, shape in decoder_shapes(config).items()
         }
 
     @property

@@ -6,6 +6,7 @@ The ctypes structures mirror the ones of the same name in src/kernels.h and src/
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from engine_actor.loading.checkpoint import Checkpoint, Weights
 from engine_actor.loading.config import ModelConfig
 from engine_actor.loading.layout import EMBEDDING, OUTPUT, ROPE_FREQUENCY_FACTORS
-from engine_actor.models.layers import RotaryEmbedding
+from engine_actor.models.layers import rope_frequencies
 from engine_actor.native.build import NativeUnavailable
 
 LANES = 16
@@ -71,6 +72,21 @@ def check_shape(config: ModelConfig) -> None:
             raise NativeUnavailable(f"the {name} {size} is not a multiple of {LANES}")
     if config.head_dim > MAX_HEAD_DIM:
         raise NativeUnavailable(f"the head size {config.head_dim} is above {MAX_HEAD_DIM}")
+    missing = {
+        "norms of query and key heads": config.qk_norm,
+        "norms behind attention and MLP": config.post_norms,
+        "an offset of norm weights": config.norm_offset != 0.0,
+        f"the activation {config.activation}": config.activation != "silu",
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "an attention scale of its own": not math.isclose(config.attention_scale, config.head_dim**-0.5),
+        "sliding windows": bool(config.sliding_layers),
+        "capped logits": config.logit_softcap is not None,
+    }
+    absent = [feature for feature, needed in missing.items() if needed]
+    if absent:
+        raise NativeUnavailable(
+            f"{config.architecture} needs what the kernels do not have: {', '.join(absent)}"
+        )
 
 
 class PackedModel:
@@ -84,7 +100,6 @@ class PackedModel:
         self._kept: list[Any] = []  # what the pointers below point to
         layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         factors = weights.read(ROPE_FREQUENCY_FACTORS) if ROPE_FREQUENCY_FACTORS in weights.shapes else None
-        rotary = RotaryEmbedding(config, factors, torch.device("cpu"))
         embedding = weights.read(EMBEDDING).bfloat16()
         pool = (config.num_layers, num_pages, config.num_kv_heads, config.head_dim * 16)
         self.struct = Model(
@@ -99,7 +114,7 @@ class PackedModel:
             norm=self._keep(weights.read("model.norm.weight").float()),
             embedding=self._keep(embedding),
             lm_head=self._keep(pack(embedding if config.tie_word_embeddings else weights.read(OUTPUT))),
-            frequencies=self._keep(rotary.frequencies),
+            frequencies=self._keep(rope_frequencies(config, factors)),
             keys=self._keep(torch.zeros(pool, dtype=torch.bfloat16)),
             values=self._keep(torch.zeros(pool, dtype=torch.bfloat16)),
         )

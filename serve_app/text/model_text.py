@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine_actor.loading.config import read_model_config
+from engine_actor.loading.read_config import read_model_config
 from engine_actor.loading.source import resolve_source
 from serve_app.api.errors import invalid_request
 from serve_app.text.chat_template import ChatTemplate

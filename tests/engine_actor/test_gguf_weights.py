@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from engine_actor.loading.checkpoint import load_checkpoint
-from engine_actor.loading.config import read_model_config
 from engine_actor.loading.gguf_header import read_gguf_header
+from engine_actor.loading.read_config import read_model_config
 from engine_actor.loading.source import LoadError, ResolvedSource
 from engine_actor.torch_executor import TorchExecutor
 
@@ -229,7 +229,7 @@ def test_the_packaged_model_predicts_text(float32_executor, all_logits, texts) -
     [
         ({"blk.0.attn_v.weight": None}, "missing: model.layers.0.self_attn.v_proj.weight"),
         ({"output_norm.weight": None}, "missing: model.norm.weight"),
-        ({"blk.0.attn_q.bias": np.zeros(HIDDEN)}, "unknown: blk.0.attn_q.bias"),
+        ({"blk.0.attn_q.bias": np.zeros(HIDDEN)}, "unknown: model.layers.0.self_attn.q_proj.bias"),
         ({"blk.1.ffn_up.weight": np.zeros((INNER, HIDDEN))}, "unknown: model.layers.1.mlp.up_proj.weight"),
         (
             {"blk.0.ffn_up.weight": np.zeros((INNER, 128))},
@@ -273,7 +273,7 @@ def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"architecture": "gemma3"}, "architecture 'gemma3' is not supported (supported: llama)"),
+        ({"architecture": "phi3"}, "architecture 'phi3' is not supported (supported: llama, qwen2"),
         ({"extra": {"llama.expert_count": 8}}, "mixture-of-experts"),
         ({"extra": {"llama.rope.dimension_count": 32}}, "partial rotary"),
         ({"extra": {"llama.rope.scaling.type": "yarn"}}, "rope scaling 'yarn'"),

