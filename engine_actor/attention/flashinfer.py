@@ -110,7 +110,10 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         scale: float | None = None,
         make_event: Callable[[], Event] = torch.cuda.Event,
     ) -> None:
-        """`flashinfer` is the imported package, `scale` None is head_dim**-0.5. Raises ValueError for a type its kernels do not compute in."""
+        """`flashinfer` is the imported package, `scale` None is head_dim**-0.5.
+
+        Raises ValueError for a type its kernels do not compute in.
+        """
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"FlashInfer computes in float16 and bfloat16, not in {dtype}")
         shape = (num_layers, num_pages, PAGE_SIZE, num_kv_heads, head_dim)
