@@ -308,6 +308,7 @@ class GatewayApp:
         if self.metrics_key is None or scheme.lower() != "bearer" or not _same(key.strip(), self.metrics_key):
             raise errors.invalid_api_key()
         for pool in self.pools:
+            self.telemetry.metrics.queues.update(pool.model, pool.queue_snapshot)
             for name, channel in pool.channels.items():
                 stats = await channel.stats()
                 if stats is None:

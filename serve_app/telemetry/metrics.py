@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from engine_actor import stats
 from serve_app.telemetry.engine_collector import EngineMetrics, histogram_family
+from serve_app.telemetry.queue_collector import QueueMetrics
 from serve_app.telemetry.records import INTER_TOKEN_BOUNDS_S, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -61,6 +62,7 @@ class GatewayMetrics:
     def __init__(self, models: Collection[str], max_tenants: int = 200) -> None:
         """`models` are the served names, aliases included."""
         self.engines = EngineMetrics()
+        self.queues = QueueMetrics(self._tenant_label)
         self._models = frozenset(models)
         self._max_tenants = max_tenants
         self._tenants: set[str] = set()
@@ -121,6 +123,7 @@ class GatewayMetrics:
         self._inter_token = InterTokenLatency()
         registry.register(self._inter_token)
         registry.register(self.engines)
+        registry.register(self.queues)
         ProcessCollector(registry=registry)
 
     def observe(self, record: RequestRecord) -> None:
@@ -173,13 +176,14 @@ class GatewayMetrics:
         return generate_latest(self._registry)
 
     def _tenant(self, record: RequestRecord) -> str:
-        if record.tenant is None:
-            return "unknown"
-        if record.tenant not in self._tenants:
+        return "unknown" if record.tenant is None else self._tenant_label(record.tenant)
+
+    def _tenant_label(self, tenant: str) -> str:
+        if tenant not in self._tenants:
             if len(self._tenants) >= self._max_tenants:
                 return "other"
-            self._tenants.add(record.tenant)
-        return record.tenant
+            self._tenants.add(tenant)
+        return tenant
 
     def _model(self, record: RequestRecord) -> str:
         if record.model is None:

@@ -9,6 +9,8 @@ from prometheus_client.core import Metric
 from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.request import RequestUsage
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
+from policies.fair_queue import TenantSnapshot
+from serve_app.fair_queue import QueueSnapshot
 from serve_app.telemetry.engine_collector import EngineMetrics
 from serve_app.telemetry.metrics import GatewayMetrics
 from serve_app.telemetry.records import Outcome, RequestRecord
@@ -141,6 +143,25 @@ def test_graphs_and_what_runs_are_told() -> None:
     (info,) = families(metrics)["engine_info"].samples
     assert info.labels["attention_backend"] == "reference"
     assert info.labels["fallback_reason"] == "import flashinfer: no module"
+
+
+def test_a_tenants_service_and_bookings_are_told() -> None:
+    metrics = GatewayMetrics(["tiny"], max_tenants=1)
+
+    def tenant(queued: int, served: float) -> TenantSnapshot:
+        return TenantSnapshot(queued=queued, weight=1.0, served=served, booked=3.0, key=0.0)
+
+    snapshot = QueueSnapshot(
+        7, ("engine-0",), 5, {"a": tenant(4, 100), "b": tenant(1, 10), "c": tenant(0, 5)}
+    )
+    metrics.queues.update("tiny", snapshot)
+    assert value(metrics, "tenant_service_tokens_total", model="tiny", tenant="a") == 100
+    assert value(metrics, "tenant_service_tokens_total", model="tiny", tenant="other") == 15
+    assert value(metrics, "fair_queue_queued_requests", model="tiny", tenant="a") == 4
+    assert value(metrics, "fair_queue_booked_tokens", model="tiny", tenant="other") == 6
+    assert value(metrics, "fair_queue_epoch", model="tiny") == 7
+    metrics.queues.update("tiny", None)
+    assert not families(metrics)["tenant_service_tokens"].samples, "no series rather than a frozen one"
 
 
 def test_buckets_are_cumulative() -> None:
