@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import yaml
 
 if TYPE_CHECKING:
     from serve_app.settings import ModelSettings
@@ -55,6 +56,35 @@ def engine(
     from benchmarks.figures import table
 
     typer.echo(json.dumps(report) if as_json else table(report))
+
+
+@app.command()
+def neighbour(
+    policy: Annotated[list[str], typer.Option(help="Scheduling policies, compared one after another.")] = [  # noqa: B006
+        "vtc",
+        "fcfs",
+    ],
+    config: Annotated[Path, typer.Option(help="With the demo tenants alpha and beta.")] = Path("config.yaml"),
+    in_flight: Annotated[int, typer.Option(help="Requests the aggressor keeps going.", min=1)] = 64,
+    input_tokens: Annotated[int, typer.Option(help="Of each of them.", min=1)] = 700,
+    output_tokens: Annotated[int, typer.Option(help="Of each of them.", min=1)] = 64,
+    seconds: Annotated[float, typer.Option(help="The victim is measured so long under the flood.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """One tenant floods the server, another asks for little: how long does it wait, and what does that cost?"""
+    from benchmarks.neighbour import Load, run
+    from benchmarks.workload import BenchmarkError
+    from serve_app.settings import ConfigError, load_config
+
+    try:
+        load_config(config)
+        report = run(
+            yaml.safe_load(config.read_text()), policy, Load(in_flight, input_tokens, output_tokens), seconds
+        )
+    except (BenchmarkError, ConfigError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(report) if as_json else yaml.safe_dump(report, sort_keys=False))
 
 
 def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
