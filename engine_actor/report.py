@@ -23,7 +23,7 @@ def engine_report(
         waiting_prefill_tokens=scheduler.waiting_prefill_tokens(),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        free_pages=scheduler.cache.available,
+        free_pages=scheduler.unclaimed_pages(),
         total_pages=scheduler.cache.total,
         page_size=PAGE_SIZE,
         accepted=accepted,

@@ -182,6 +182,16 @@ class Scheduler:
                 tokens[tenant] = tokens.get(tenant, 0) + sequence.pending
         return tokens
 
+    def unclaimed_pages(self) -> int:
+        """Pages that new requests may take: free or evictable, inside the utilization limit, and needed by no live
+        request for the tokens that it has already."""
+        claimed = sum(
+            max(0, pages_for(len(sequence.token_ids) + 1) - len(sequence.table.pages))
+            for sequence in self._live.values()
+        )
+        limit = int(self.config.kv_cache_utilization_limit * self.cache.total)
+        return max(0, self.cache.available - (self.cache.total - limit) - claimed)
+
     def schedule(self, now: float, token_budget: int | None = None) -> StepRecord | None:
         """Choose the next step and move the state of its requests. None if nothing can be computed.
 

@@ -66,9 +66,10 @@ class EngineReport:
     `served` and every counter are cumulative since the engine epoch began, so a lost report does no harm.
     `outstanding` is, per tenant, the priced work of the live requests that is not served yet: what is left of their
     input plus what is left of their predicted output. `accepted` names the requests taken since the report before;
-    one that is lost costs a grant its time to live and no more. `live_sequences` counts running and waiting requests
-    per tenant, `tenant_pages` the KV pages that each tenant's running requests hold, `tenant_prefill_tokens` each
-    tenant's part of `waiting_prefill_tokens`.
+    one that is lost costs a grant its time to live and no more. `free_pages` are those that the live requests neither
+    hold nor need for the tokens they have. `live_sequences` counts running and waiting requests per tenant,
+    `tenant_pages` the KV pages that each tenant's running requests hold, `tenant_prefill_tokens` each tenant's part of
+    `waiting_prefill_tokens`.
     """
 
     engine: str

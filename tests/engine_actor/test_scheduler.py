@@ -282,6 +282,19 @@ def test_live_sequences_and_pages_per_tenant() -> None:
     assert scheduler.live_sequences() == scheduler.tenant_pages() == {}
 
 
+def test_pages_that_accepted_requests_still_need_are_not_reported_as_free() -> None:
+    scheduler, runner = make(num_pages=11, kv_cache_utilization_limit=0.8)
+    assert scheduler.unclaimed_pages() == 8
+    scheduler.submit(request("a", [1] * 40), 0.0)  # 3 pages, and its first output token is in the third
+    assert scheduler.unclaimed_pages() == 5, "claimed before a page is taken"
+    step(scheduler, runner)
+    assert (scheduler.cache.available, scheduler.unclaimed_pages()) == (8, 5), (
+        "the rest of the chunk is claimed"
+    )
+    scheduler.submit(request("b", [2] * 100), 0.0)
+    assert scheduler.unclaimed_pages() == 0, "a request that waits for pages claims them"
+
+
 def test_non_finite_logits_end_only_that_request() -> None:
     scheduler, runner = make()
     scheduler.submit(request("bad", [1, 2]), 0.0)
