@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from engine_actor.attention.base import token_slots
-from engine_actor.attention.flashinfer import FlashInferBackend, FlashInferMetadata, PageTable, PlannedWrapper
+from engine_actor.attention.flashinfer import (
+    FlashInferBackend,
+    FlashInferMetadata,
+    PageTable,
+    PlannedWrappers,
+)
 from engine_actor.executor import DUMMY_PAGE, PAGE_SIZE, GraphCounters
 from engine_actor.step import StepRecord
 
@@ -28,7 +33,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor
 @dataclass(frozen=True)
 class _Graph:
     rows: int
-    wrapper: PlannedWrapper
+    wrappers: PlannedWrappers
     replay: Callable[[], None]
 
 
@@ -104,7 +109,7 @@ class DecodeGraphs:
             self.counters.eager_steps += 1
             return None
         graph = self._graphs[self._sizes[bisect_left(self._sizes, rows)]]
-        self._backend.plan_decode(graph.wrapper, PageTable.of(record).padded(graph.rows))
+        self._backend.plan_decode(graph.wrappers, PageTable.of(record).padded(graph.rows))
         dummy = np.zeros(graph.rows - rows, np.int64)
         for buffer, values in (
             (self._token_ids, record.token_ids),
@@ -117,16 +122,16 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _capture(self, rows: int, capture: Capture) -> _Graph:
-        wrapper = self._backend.graph_wrapper(
+        wrappers = self._backend.graph_wrappers(
             self._indptr[: rows + 1], self._indices, self._last_page_len[:rows]
         )
         empty = np.zeros(0, np.int32)
-        self._backend.plan_decode(wrapper, PageTable(np.zeros(1, np.int32), empty, empty).padded(rows))
-        metadata = FlashInferMetadata(wrapper.wrapper, self._slots[:rows])
+        self._backend.plan_decode(wrappers, PageTable(np.zeros(1, np.int32), empty, empty).padded(rows))
+        metadata = FlashInferMetadata(wrappers.wrappers, self._slots[:rows])
 
         def work() -> None:
             self._logits[:rows].copy_(
                 self._forward(self._token_ids[:rows], self._positions[:rows], self._rows[:rows], metadata)
             )
 
-        return _Graph(rows, wrapper, capture(work))
+        return _Graph(rows, wrappers, capture(work))

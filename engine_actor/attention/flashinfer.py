@@ -7,7 +7,7 @@ numbers come from every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ _CUDA_CORE_GROUPS = (1, 2, 3)
 """Query heads per KV head for which decode runs without tensor cores; with four or more those are faster."""
 
 _LAYOUT = "NHD"
+_ALL = -1  # as `window_left`: how many tokens before its own a token sees, without bound
 
 
 class Event(Protocol):
@@ -64,25 +65,26 @@ class PageTable:
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
-    """`wrapper` is planned for the step; `slots` [T] int64 is where its new K and V go."""
+    """`wrappers` are planned for the step, one per window; `slots` [T] int64 is where its new K and V go."""
 
-    wrapper: Any
+    wrappers: dict[int, Any]
     slots: torch.Tensor
 
 
-class PlannedWrapper:
-    """One wrapper and the rule of its `plan`: it copies from pinned memory without waiting, and the next plan on it
-    would overwrite that memory, so that plan waits for the copy of the one before."""
+class PlannedWrappers:
+    """Wrappers of one kernel, by window, and the rule of their `plan`: it copies from pinned memory without waiting,
+    and the next plan would overwrite that memory, so that plan waits for the copies of the one before."""
 
-    def __init__(self, wrapper: Any, make_event: Callable[[], Event]) -> None:
-        self.wrapper = wrapper
+    def __init__(self, wrappers: dict[int, Any], make_event: Callable[[], Event]) -> None:
+        self.wrappers = wrappers
         self._make_event = make_event
         self._copied: Event | None = None
 
     def plan(self, **arguments: Any) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self.wrapper.plan(**arguments)
+        for window_left, wrapper in self.wrappers.items():
+            wrapper.plan(window_left=window_left, **arguments)
         self._copied = self._copied or self._make_event()
         self._copied.record()
 
@@ -92,6 +94,7 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
 
     Steps of decode rows alone run the decode kernel, all others the prefill kernel with a causal mask aligned at the
     bottom right. A slot beyond a row's last token is never read into the result: the kernels fill it with zeros.
+    A window is part of a plan, so that each window of the model has a wrapper of its own.
     """
 
     name = "flashinfer"
@@ -108,9 +111,12 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         dtype: torch.dtype,
         device: torch.device,
         scale: float | None = None,
+        sliding_window: int | None = None,
+        sliding_layers: Collection[int] = (),
         make_event: Callable[[], Event] = torch.cuda.Event,
     ) -> None:
-        """`flashinfer` is the imported package, `scale` None is head_dim**-0.5.
+        """`flashinfer` is the imported package, `scale` None is head_dim**-0.5. A token of the `sliding_layers` sees
+        `sliding_window` tokens, itself included.
 
         Raises ValueError for a type its kernels do not compute in.
         """
@@ -132,11 +138,16 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         self._make_event = make_event
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
-        self._prefill = PlannedWrapper(
-            flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout=_LAYOUT, backend="fa2"),
-            make_event,
+        self._window_left = [_ALL] * num_layers
+        if sliding_window is not None:
+            for layer in sliding_layers:
+                self._window_left[layer] = sliding_window - 1
+        windows = sorted(set(self._window_left))
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self._prefill = PlannedWrappers(
+            {w: prefill(self._workspace, kv_layout=_LAYOUT, backend="fa2") for w in windows}, make_event
         )
-        self._decode = self._decode_wrapper()
+        self._decode = self._decode_wrappers()
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +169,7 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
                 causal=True,
                 **self._common,
             )
-        return FlashInferMetadata(planned.wrapper, torch.from_numpy(token_slots(record)).to(self.device))
+        return FlashInferMetadata(planned.wrappers, torch.from_numpy(token_slots(record)).to(self.device))
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: FlashInferMetadata
@@ -166,21 +177,21 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         keys, values = self._keys[layer], self._values[layer]
         keys.flatten(0, 1).index_copy_(0, metadata.slots, k)
         values.flatten(0, 1).index_copy_(0, metadata.slots, v)
-        out: torch.Tensor = metadata.wrapper.run(q.contiguous(), (keys, values))
+        out: torch.Tensor = metadata.wrappers[self._window_left[layer]].run(q.contiguous(), (keys, values))
         return out
 
-    def graph_wrapper(
+    def graph_wrappers(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
-    ) -> PlannedWrapper:
-        """A decode wrapper for a captured graph of len(last_page_len) rows, over fixed device buffers (int32)."""
-        return self._decode_wrapper(
+    ) -> PlannedWrappers:
+        """Decode wrappers for a captured graph of len(last_page_len) rows, over fixed device buffers (int32)."""
+        return self._decode_wrappers(
             use_cuda_graph=True,
             paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last_page_len,
         )
 
-    def plan_decode(self, planned: PlannedWrapper, table: PageTable) -> None:
+    def plan_decode(self, planned: PlannedWrappers, table: PageTable) -> None:
         """Plan one decode step: before its first layer, and never while a graph is captured."""
         planned.plan(
             indptr=torch.from_numpy(table.indptr),
@@ -190,12 +201,15 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
             **self._common,
         )
 
-    def _decode_wrapper(self, **buffers: Any) -> PlannedWrapper:
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            kv_layout=_LAYOUT,
-            use_tensor_cores=self._tensor_cores,
-            backend="fa2",
-            **buffers,
-        )
-        return PlannedWrapper(wrapper, self._make_event)
+    def _decode_wrappers(self, **buffers: Any) -> PlannedWrappers:
+        wrappers = {
+            window_left: self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                kv_layout=_LAYOUT,
+                use_tensor_cores=self._tensor_cores,
+                backend="fa2",
+                **buffers,
+            )
+            for window_left in sorted(set(self._window_left))
+        }
+        return PlannedWrappers(wrappers, self._make_event)

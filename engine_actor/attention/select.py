@@ -65,8 +65,6 @@ def select_attention(
     reason = None
     if choice == "flashinfer" or (choice == "auto" and device.type == "cuda"):
         try:
-            if shape.sliding_layers:
-                raise AttentionUnavailable("layers with a sliding window are not planned on it yet")
             module = import_flashinfer(device)
             probe(module, shape, dtype=dtype, device=device)
             return _flashinfer(module, shape, num_pages, dtype, device), None
@@ -96,6 +94,8 @@ def _flashinfer(
         dtype=dtype,
         device=device,
         scale=shape.scale,
+        sliding_window=shape.sliding_window,
+        sliding_layers=shape.sliding_layers,
         make_event=make_event,
     )
 
@@ -141,10 +141,13 @@ def probe(
 
     The first use of a kernel may compile it, which takes up to minutes. Raises AttentionUnavailable.
     """
-    one_layer, num_pages = replace(shape, num_layers=1), 1 + max(map(max, _PROBE_TABLES))
+    # One layer without a window and, of a model that has one, one with.
+    windows = 1 + bool(shape.sliding_layers)
+    small = replace(shape, num_layers=windows, sliding_layers=tuple(range(1, windows)))
+    num_pages = 1 + max(map(max, _PROBE_TABLES))
     try:
-        backend = _flashinfer(module, one_layer, num_pages, dtype, device, make_event)
-        exact = _reference(one_layer, num_pages, torch.float32, device)
+        backend = _flashinfer(module, small, num_pages, dtype, device, make_event)
+        exact = _reference(small, num_pages, torch.float32, device)
         generator = torch.Generator().manual_seed(0)
         for rows in _PROBE_STEPS:
             record = _probe_record(rows)
@@ -152,11 +155,13 @@ def probe(
                 torch.randn(record.num_tokens, heads, shape.head_dim, generator=generator).to(device, dtype)
                 for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
             )
-            got = backend.forward(0, q, k, v, backend.prepare(record)).float()
-            expected = exact.forward(0, q.float(), k.float(), v.float(), exact.prepare(record))
-            error = float((got - expected).abs().max())
-            if not error < _TOLERANCE:
-                raise AttentionUnavailable(f"its result is not the reference's (difference {error:.3g})")
+            metadata, exact_metadata = backend.prepare(record), exact.prepare(record)
+            for layer in range(windows):
+                got = backend.forward(layer, q, k, v, metadata).float()
+                expected = exact.forward(layer, q.float(), k.float(), v.float(), exact_metadata)
+                error = float((got - expected).abs().max())
+                if not error < _TOLERANCE:
+                    raise AttentionUnavailable(f"its result is not the reference's (difference {error:.3g})")
     except AttentionUnavailable:
         raise
     except Exception as error:  # a missing compiler, a kernel that does not load: all of it means "not here"

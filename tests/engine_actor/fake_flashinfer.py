@@ -38,14 +38,15 @@ class FakeEvent:
 
     def __init__(self, fake: FakeFlashInfer) -> None:
         self._fake = fake
-        self._wrapper: _Wrapper | None = None
+        self._before: list[_Wrapper] | None = None
 
     def record(self) -> None:
-        self._wrapper = self._fake.last_planned
+        self._before = list(self._fake.copying)
 
     def synchronize(self) -> None:
-        assert self._wrapper is not None, "synchronized before it was recorded"
-        self._wrapper.copying = False
+        assert self._before is not None, "synchronized before it was recorded"
+        for wrapper in self._before:
+            wrapper.copying = False
 
 
 class FakeFlashInfer(ModuleType):
@@ -55,7 +56,7 @@ class FakeFlashInfer(ModuleType):
         super().__init__("flashinfer")
         self.__version__ = version
         self.capturing = False
-        self.last_planned: _Wrapper | None = None
+        self.copying: list[_Wrapper] = []
         self.plans: list[str] = []
         fake = self
 
@@ -97,7 +98,7 @@ class _Wrapper:
         self.tables = self._check_tables(arguments)
         self.planned = arguments
         self.copying = True
-        self.module.last_planned = self
+        self.module.copying.append(self)
         self.module.plans.append(type(self).__name__)
 
     def _check_tables(self, arguments: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,8 +84,8 @@ def test_the_fake_notices_a_plan_before_the_copy_has_ended(fake, make_record, ma
 
 def test_tensor_cores_serve_groups_that_the_plain_kernel_does_not(fake, make_record, make_row) -> None:
     backend = make_backend(fake, heads=7 * KV_HEADS)
-    assert backend._decode.wrapper.options["use_tensor_cores"]
-    assert not make_backend(fake)._decode.wrapper.options["use_tensor_cores"]  # group of 3
+    assert backend._decode.wrappers[-1].options["use_tensor_cores"]
+    assert not make_backend(fake)._decode.wrappers[-1].options["use_tensor_cores"]  # group of 3
     metadata = backend.prepare(make_record(make_row([0], [3])))
     q = torch.ones(1, 7 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     k = torch.ones(1, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -145,6 +146,27 @@ def test_who_insists_gets_the_reason_and_auto_the_reference(monkeypatch) -> None
     monkeypatch.setattr(select, "ReferenceBackend", lambda **shape: shape)
     backend, reason = select_attention("auto", SHAPE, num_pages=4, dtype=torch.bfloat16, device=Cuda())
     assert reason == "no module named flashinfer"
+
+
+def test_each_window_has_a_plan_of_its_own(fake, make_record, make_row) -> None:
+    """Layer 0 sees everything, layer 1 a window of four; both equal the reference, in prefill and in decode."""
+    shape = replace(SHAPE, sliding_window=4, sliding_layers=(1,))
+    backend = select._flashinfer(fake, shape, PAGES, torch.bfloat16, CPU, fake.make_event)
+    exact = select._reference(shape, PAGES, torch.float32, CPU)
+    for record in (
+        make_record(make_row([0] * 20, [3, 5]), make_row([0] * 3, [7])),
+        make_record(make_row([0], [3, 5], start=20), make_row([0], [7], start=3)),
+    ):
+        q, k, v = random_qkv(record.num_tokens, 1, torch.bfloat16)
+        metadata, exact_metadata = backend.prepare(record), exact.prepare(record)
+        outputs = []
+        for layer in range(2):
+            got = backend.forward(layer, q, k, v, metadata).float()
+            expected = exact.forward(layer, q.float(), k.float(), v.float(), exact_metadata)
+            assert (got - expected).abs().max() < 0.05
+            outputs.append(got)
+        assert not torch.equal(*outputs)
+    probe(fake, shape, dtype=torch.bfloat16, device=CPU, make_event=fake.make_event)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
