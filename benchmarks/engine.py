@@ -11,6 +11,7 @@ from engine_actor.build import BuiltEngine
 from engine_actor.loop import EngineLoop, StepOutcome
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.scheduler import Scheduler
+from engine_actor.step_control import StepControl
 
 
 @dataclass
@@ -48,7 +49,9 @@ def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog
     """
     scheduler = Scheduler(built.scheduler, built.runner.num_pages)
     recorder = _Recorder(requests)
-    loop = EngineLoop(scheduler, built.runner, recorder.on_outcome, recorder.on_failure)
+    loop = EngineLoop(
+        scheduler, built.runner, StepControl(scheduler), recorder.on_outcome, recorder.on_failure
+    )
     in_order = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
     started = False
     try:

@@ -17,12 +17,14 @@ from typing import Literal
 import ray
 
 from engine_actor.build import EngineOptions, build_engine, model_length
+from engine_actor.calibration import calibrate
 from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.loop import EngineLoop, StepOutcome
-from engine_actor.report import engine_report
+from engine_actor.report import engine_report, with_events_of
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
+from engine_actor.step_control import StepControl
 from policies.tickets import EngineReport
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class EngineActor:
         self._started: asyncio.Task[None] | None = None
         self._engine_loop: EngineLoop | None = None
         self._scheduler: Scheduler | None = None
+        self._control: StepControl | None = None
         self._description: EngineDescription | None = None
         self._stats = EngineStats(spec.name, self.epoch, spec.model)
         self._graphs: GraphCounters | None = None
@@ -153,6 +156,7 @@ class EngineActor:
         self._watch = loop.create_task(self._watch_leases())
         try:
             built = await asyncio.to_thread(build_engine, self._spec.options)
+            model = await asyncio.to_thread(calibrate, built.runner, built.scheduler)
         except ValueError as error:  # the options or the checkpoint are wrong: the owner hears why
             self._failure = f"{type(error).__name__}: {error}"
             return
@@ -163,6 +167,7 @@ class EngineActor:
         runner = built.runner
         self._graphs, self._stats.info = runner.graphs, runner.info
         self._scheduler = Scheduler(built.scheduler, runner.num_pages, epoch=self.epoch)
+        self._control = StepControl(self._scheduler, model)
 
         def on_outcome(outcome: StepOutcome) -> None:
             report = self._observe(outcome)
@@ -171,7 +176,7 @@ class EngineActor:
         def on_failure(error: BaseException) -> None:
             loop.call_soon_threadsafe(self._fail, error)
 
-        self._engine_loop = EngineLoop(self._scheduler, runner, on_outcome, on_failure)
+        self._engine_loop = EngineLoop(self._scheduler, runner, self._control, on_outcome, on_failure)
         self._last_report = self._report(())
         self._description = EngineDescription(
             engine=self._spec.name,
@@ -318,11 +323,9 @@ class EngineActor:
             yield self._last_report
         while self._report_queue is queue:
             report = await queue.get()
-            accepted = report.accepted
-            while not queue.empty():  # a reader that lags gets the newest state and misses no acceptance
-                report = queue.get_nowait()
-                accepted += report.accepted
-            yield _with_accepted(report, accepted)
+            while not queue.empty():  # a reader that lags gets the newest state and misses no event
+                report = with_events_of(report, queue.get_nowait())
+            yield report
 
     async def stats(self) -> EngineStatsSnapshot:
         """Counters for metrics."""
@@ -368,12 +371,10 @@ class EngineActor:
         return self._report(tuple(outcome.accepted))
 
     def _report(self, accepted: tuple[Key, ...]) -> EngineReport:
-        assert self._scheduler is not None
-        return engine_report(self._spec.name, self._scheduler, accepted=accepted, draining=self._draining)
-
-
-def _with_accepted(report: EngineReport, accepted: tuple[Key, ...]) -> EngineReport:
-    return report if accepted == report.accepted else replace(report, accepted=accepted)
+        assert self._scheduler is not None and self._control is not None
+        return engine_report(
+            self._spec.name, self._scheduler, self._control, accepted=accepted, draining=self._draining
+        )
 
 
 def _exit_process(code: int = 0) -> None:

@@ -13,6 +13,7 @@ from engine_actor.executor import Runner
 from engine_actor.request import EngineRequest, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.step import StepRecord, StepResult
+from engine_actor.step_control import StepControl
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,13 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        control: StepControl,
         on_outcome: Callable[[StepOutcome], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._control = control
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -105,7 +108,7 @@ class EngineLoop:
 
     def _turn(self) -> None:
         begin = time.monotonic()
-        record = self._scheduler.schedule(begin)
+        record = self._scheduler.schedule(begin, self._control.token_budget(begin))
         rows = self._scheduler.take_finished()
         accepted, self._accepted = self._accepted, []
         if record is None:
@@ -120,6 +123,7 @@ class EngineLoop:
         ran = time.monotonic()
         rows += self._scheduler.commit(record, result, ran)
         end = self.last_progress = time.monotonic()
+        self._control.observe(record, rows, end - begin)
         self._on_outcome(
             StepOutcome(rows, accepted, record, result, (scheduled - begin) + (end - ran), end - begin)
         )

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.scheduler import Scheduler
+from engine_actor.step_control import StepControl
+from policies.memory import estimate_peak_tokens
 from policies.tickets import EngineReport
 
 
 def engine_report(
-    engine: str, scheduler: Scheduler, *, accepted: tuple[tuple[str, int], ...] = (), draining: bool = False
+    engine: str,
+    scheduler: Scheduler,
+    control: StepControl,
+    *,
+    accepted: tuple[tuple[str, int], ...] = (),
+    draining: bool = False,
 ) -> EngineReport:
-    """The state of the scheduler of `engine`. `accepted` names the tickets taken since the report before."""
+    """The state of the scheduler of `engine`. `accepted` names the tickets taken since the report before.
+
+    Empties the scheduler's lists of first tokens and completed sequences.
+    """
     config = scheduler.config
+    held, remaining = scheduler.held_and_remaining()
+    first_tokens, completed = tuple(scheduler.first_tokens), tuple(scheduler.completed)
+    scheduler.first_tokens.clear()
+    scheduler.completed.clear()
     return EngineReport(
         engine=engine,
         engine_epoch=scheduler.epoch,
@@ -21,7 +37,7 @@ def engine_report(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         waiting_prefill_tokens=scheduler.waiting_prefill_tokens(),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=control.batch_limit(),
         max_num_batched_tokens=config.max_num_batched_tokens,
         free_pages=scheduler.unclaimed_pages(),
         total_pages=scheduler.cache.total,
@@ -31,4 +47,19 @@ def engine_report(
         live_sequences=scheduler.live_sequences(),
         tenant_pages=scheduler.tenant_pages(),
         tenant_prefill_tokens=scheduler.tenant_prefill_tokens(),
+        first_tokens=first_tokens,
+        completed=completed,
+        step_estimate=control.estimate,
+        decode_context=sum(s.computed for s in scheduler.running if s.pending == 1),
+        peak_kv_tokens=estimate_peak_tokens(held, remaining),
+    )
+
+
+def with_events_of(older: EngineReport, newer: EngineReport) -> EngineReport:
+    """The newer of two reports of one engine, with what happened since before the older one."""
+    return replace(
+        newer,
+        accepted=older.accepted + newer.accepted,
+        first_tokens=older.first_tokens + newer.first_tokens,
+        completed=older.completed + newer.completed,
     )

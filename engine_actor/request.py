@@ -32,7 +32,8 @@ class EngineRequest:
 
     `ticket` names the fair queue's ticket that let it in: several sequences (n, prompt lists) share one.
     `namespace` isolates the prefix cache: pages are shared only between requests of equal namespace.
-    `predicted_output_tokens` is an estimate for scheduling, never a limit.
+    `predicted_output_tokens` is an estimate for scheduling, never a limit. `tpot_ms` is a target for the mean time per
+    output token, `itl_ms` for each gap between two; both steer the size of steps and are best effort.
     """
 
     request: str
@@ -45,6 +46,8 @@ class EngineRequest:
     weight: float = 1.0
     predicted_output_tokens: int = 64
     queue_epoch: int = 0
+    tpot_ms: float | None = None
+    itl_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ steps, so a page is never freed while a record in flight names it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,15 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
         self._finished_rows: list[StreamRow] = []
+        self.first_tokens: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED_REQUESTS)
+        """Tickets of sequences whose first token came in the commits so far. Whoever reports them empties it."""
+        self.completed: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED_REQUESTS)
+        """Tickets of sequences that ended by themselves, in the same way."""
+
+    @property
+    def running(self) -> Sequence[SequenceState]:
+        """The requests that hold pages. Not to be changed."""
+        return self._running
 
     @property
     def num_running(self) -> int:
@@ -192,6 +202,13 @@ class Scheduler:
         limit = int(self.config.kv_cache_utilization_limit * self.cache.total)
         return max(0, self.cache.available - (self.cache.total - limit) - claimed)
 
+    def held_and_remaining(self) -> tuple[list[int], list[int]]:
+        """KV tokens that each live request holds, or will once its known tokens are computed, and output to come."""
+        live = self._live.values()
+        return [len(s.token_ids) for s in live], [
+            max(0, min(s.request.predicted_output_tokens, s.max_tokens) - s.output_tokens) for s in live
+        ]
+
     def schedule(self, now: float, token_budget: int | None = None) -> StepRecord | None:
         """Choose the next step and move the state of its requests. None if nothing can be computed.
 
@@ -247,6 +264,8 @@ class Scheduler:
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = now
+            self.first_tokens.append((sequence.request.ticket, sequence.request.attempt))
+        sequence.last_token_at = now
         self._charge(sequence, self._prices.cost(output=1))
         if token in sequence.request.sampling.stop_token_ids:
             return self._finish(sequence, now, "stop", token_ids=(token,))
@@ -263,6 +282,8 @@ class Scheduler:
         token_ids: tuple[int, ...] = (),
         error: str | None = None,
     ) -> StreamRow:
+        if reason in ("stop", "length"):
+            self.completed.append((sequence.request.ticket, sequence.request.attempt))
         if sequence.table.pages and reason != "error":
             self.cache.share(sequence.table, sequence.token_ids, sequence.computed)
         self.cache.close(sequence.table)

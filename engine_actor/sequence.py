@@ -33,6 +33,7 @@ class SequenceState:
     aborted: bool = False
     scheduled_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     prefill_chunks: list[tuple[float, int]] = field(default_factory=list)
     preemptions: int = 0
 

@@ -1,8 +1,11 @@
-"""Tokens of one engine step: how many are kept for prefill, and how tenants share them."""
+"""Tokens of one engine step: how many it may have, how many are kept for prefill, how tenants share them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
+
+from policies.latency_model import StepEstimate, StepFeatures
 
 PREFILL_FLOOR_TOKENS = 16
 """Tokens of a step that stay for prefill while any prefill waits, however many requests decode."""
@@ -17,6 +20,86 @@ def prefill_floor(budget: int, waiting_prefill_tokens: int) -> int:
     Half the budget at most: a tiny budget stops neither of the two.
     """
     return min(PREFILL_FLOOR_TOKENS, waiting_prefill_tokens, budget // 2)
+
+
+def decode_slack(
+    now: float,
+    *,
+    first_token_at: float,
+    last_token_at: float,
+    output_tokens: int,
+    tpot: float | None,
+    itl: float | None,
+) -> float | None:
+    """Seconds until the next token of a decoding request is due; None without a target. All times in s.
+
+    `tpot` is a target for the mean: token k is due k * tpot after the first one, so a request that is ahead
+    has slack. One that is late is due half a period after its last token: it catches up at twice its pace at
+    most, and does not starve prefill until it has. `itl` bounds each gap by itself.
+    """
+    due = [] if itl is None else [last_token_at + itl]
+    if tpot is not None:
+        due.append(max(first_token_at + output_tokens * tpot, last_token_at + tpot / 2))
+    return min(due) - now if due else None
+
+
+def step_token_budget(
+    estimate: StepEstimate,
+    *,
+    decode_rows: int,
+    decode_context: int,
+    prefill_position: int,
+    slack: float,
+    max_num_batched_tokens: int,
+) -> int:
+    """Tokens of the largest step that nine times in ten ends within `slack` seconds, decode rows included.
+
+    `prefill_position` is about where in their prompts the next chunks begin: later chunks attend to more.
+    At least PREFILL_FLOOR_TOKENS beside the decode rows, at most `max_num_batched_tokens`. As in the dynamic
+    chunking of Niyama (arXiv 2503.22562), with the margin learned instead of set.
+    """
+    decodes = estimate.upper_seconds(StepFeatures(decode_rows=decode_rows, decode_context=decode_context))
+    per_token = estimate.per_prefill_token + estimate.per_prefill_context * max(prefill_position, 1)
+    left = slack - decodes
+    per_token *= 1.0 + estimate.residual
+    if left <= 0.0:
+        prefill = 0
+    elif left >= per_token * max_num_batched_tokens:
+        prefill = max_num_batched_tokens
+    else:
+        prefill = int(left / per_token)
+    return min(decode_rows + max(prefill, PREFILL_FLOOR_TOKENS), max_num_batched_tokens)
+
+
+def decode_batch_limit(estimate: StepEstimate, *, target: float, mean_context: float, limit: int) -> int:
+    """Largest decode batch whose step, with the prefill floor in it, ends within `target` seconds; 1 to `limit`.
+
+    The latency half of dynamic batching (arXiv 2503.05248), by model instead of by search.
+    """
+    fixed = estimate.upper_seconds(StepFeatures(prefill_tokens=PREFILL_FLOOR_TOKENS))
+    per_row = estimate.per_decode_row + estimate.per_decode_context * mean_context
+    left = target - fixed
+    per_row *= 1.0 + estimate.residual
+    if left <= 0.0:
+        return 1
+    if left >= per_row * limit:
+        return limit
+    return max(1, int(left / per_row))
+
+
+def memory_batch_limit(
+    *, mean_tokens: float, deviation: float, kv_tokens: int, limit: int, z: float = 1.645
+) -> int:
+    """Largest batch that overflows `kv_tokens` once in twenty times at most; 1 to `limit`.
+
+    Requests take `mean_tokens` of KV with a standard `deviation`, independently, so b of them take about
+    b * mean + z * deviation * sqrt(b): the memory half of dynamic batching (arXiv 2503.05248).
+    """
+    if mean_tokens <= 0:
+        return limit
+    spread = z * deviation
+    root = (sqrt(spread * spread + 4.0 * mean_tokens * kv_tokens) - spread) / (2.0 * mean_tokens)
+    return max(1, min(limit, int(root * root)))
 
 
 def split_prefill_budget(

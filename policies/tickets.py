@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from policies.latency_model import StepEstimate
+
 ServiceClass = Literal["interactive", "default", "batch"]
 
 
@@ -18,6 +20,10 @@ class Ticket:
 
     `request` is unique per tenant request; `attempt` counts the times the gateway submitted it to an engine.
     `sequences` is n times the number of prompts. Token counts are sums over all sequences.
+    `remaining_ttft_ms` is left until the first token must be out, `remaining_deadline_ms` until the last one;
+    each of them asks for a promise. `demotable`: where none can be given, the request goes on as batch work
+    instead of being refused. `output_tokens_bound` is what the longest sequence hardly exceeds (a high
+    quantile), for the deadline of the last token.
     """
 
     request: str
@@ -29,14 +35,21 @@ class Ticket:
     sequences: int = 1
     service_class: ServiceClass = "default"
     adapter: str | None = None
+    remaining_ttft_ms: float | None = None
     remaining_deadline_ms: float | None = None
+    demotable: bool = False
+    output_tokens_bound: int = 0
     age_ms: float = 0.0
     page_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Leave to submit now to one engine. Void after `time_to_live_ms`, or once a higher queue epoch is known."""
+    """Leave to submit now to one engine. Void after `time_to_live_ms`, or once a higher queue epoch is known.
+
+    `demoted`: a deadline was asked for, could not be promised, and the request goes on without. `predicted_ttft_ms`
+    is, for a ticket with a deadline, the time from its arrival to its first token that was predicted when it came.
+    """
 
     request: str
     attempt: int
@@ -45,6 +58,8 @@ class Grant:
     engine_epoch: int
     queued_ms: float
     time_to_live_ms: float = 2000.0
+    demoted: bool = False
+    predicted_ttft_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,10 @@ class EngineReport:
     hold nor need for the tokens they have. `live_sequences` counts running and waiting requests per tenant,
     `tenant_pages` the KV pages that each tenant's running requests hold, `tenant_prefill_tokens` each tenant's part of
     `waiting_prefill_tokens`.
+    `first_tokens` and `completed` name, like `accepted`, the tickets of the sequences whose first token came, or that
+    ended by themselves, since the report before. `step_estimate` is what a step takes, None before anything is
+    known; `decode_context` the context tokens of the decoding sequences; `peak_kv_tokens` the most KV tokens that
+    the live requests will hold at once.
     """
 
     engine: str
@@ -90,5 +109,10 @@ class EngineReport:
     live_sequences: dict[str, int] = field(default_factory=dict)
     tenant_pages: dict[str, int] = field(default_factory=dict)
     tenant_prefill_tokens: dict[str, int] = field(default_factory=dict)
+    first_tokens: tuple[tuple[str, int], ...] = ()
+    completed: tuple[tuple[str, int], ...] = ()
+    step_estimate: StepEstimate | None = None
+    decode_context: int = 0
+    peak_kv_tokens: int = 0
     page_hashes_added: tuple[int, ...] = field(default=())
     page_hashes_removed: tuple[int, ...] = field(default=())
