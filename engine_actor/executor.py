@@ -58,7 +58,8 @@ class Executor(ABC):
     def execute(self, record: StepRecord) -> torch.Tensor:
         """Write the KV of every token of the record and return logits.
 
-        Returns float32 [S, vocab] for the rows with is_last_chunk, in row order (S may be 0).
+        Returns float32 [L, vocab] for the record's `logit_tokens`, in their order (L may be 0). They belong to the
+        caller until the next call.
         """
 
 

@@ -10,12 +10,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, and when to stop.
+    """How the next token is chosen, and when to stop. Everything has been checked against the vocabulary.
 
-    temperature 0 is greedy. top_k 0 and top_p 1.0 switch the filters off. `seed` None means the engine derives one
-    from the request id; the randomness of a token depends on (seed, position) alone. `stop_token_ids` (the model's
-    end tokens among them, unless the client ignores those) end the request with reason "stop" and are part of the
-    reported ids.
+    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off. `seed` None means the engine
+    derives one from the request id; the randomness of a token depends on (seed, position) alone. `stop_token_ids`
+    (the model's end tokens among them, unless the client ignores those) end the request with reason "stop" and are
+    part of the reported ids; the first `min_tokens` tokens are none of them. Presence and frequency penalties are
+    subtracted from the logits of tokens in the output, once and per occurrence; the repetition penalty divides
+    positive and multiplies negative logits of tokens in prompt and output. `logit_bias` holds (token, added to its
+    logit).
+
+    `logprobs` asks for the log probability of every output token and of that many likeliest ones, `prompt_logprobs`
+    the same of the prompt's tokens from the second on. max_tokens 0 computes the prompt alone.
     """
 
     max_tokens: int
@@ -24,6 +30,14 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,21 @@ class RequestUsage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log probability of a token, and (token, log probability) of the likeliest ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class StreamRow:
     """New tokens of one request after one step. `finish_reason` set means it is the last row of the request.
 
-    `usage` comes with the first token and with the last row.
+    `usage` comes with the first token and with the last row. `logprobs` has one entry per new token where they are
+    wanted. `prompt_logprobs` come as the prompt is computed, in rows of their own or with the first token: all rows'
+    entries together are those of the prompt's tokens from the second on.
     """
 
     request: str
@@ -87,6 +112,8 @@ class StreamRow:
     error: str | None = None
     usage: RequestUsage | None = None
     timings: RequestTimings | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,15 @@ import numpy as np
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.kv.cache import KVCache, SequencePages, pages_for
 from engine_actor.request import EngineRequest, FinishReason, StreamRow
+from engine_actor.sampling.state import (
+    MAX_PROMPT_LOGITS,
+    NO_LOGPROBS,
+    SamplingState,
+    following,
+    prompt_columns,
+    step_logprobs,
+    with_wishes,
+)
 from engine_actor.sequence import SequenceState, derive_seed
 from engine_actor.step import SamplingColumns, StepRecord, StepResult
 from policies.memory import VictimCandidate, choose_victim
@@ -71,6 +80,7 @@ class Scheduler:
         self.preemptions = 0
         self.cached_tokens = 0
         self.computed_tokens = 0
+        self.nonfinite_requests = 0
         self.served: dict[str, float] = {}
         self.prefill_chunks: list[int] = []
         """Sizes in tokens of the prompt chunks of the step scheduled last."""
@@ -117,9 +127,9 @@ class Scheduler:
         error = None
         if not request.prompt_token_ids:
             error = "the prompt is empty"
-        elif request.sampling.max_tokens < 1:
-            error = "max_tokens must be at least 1"
-        elif room < 1:
+        elif request.sampling.max_tokens < 0:
+            error = "max_tokens must not be negative"
+        elif room < min(1, request.sampling.max_tokens):
             error = "the prompt does not fit the engine's context or KV cache"
         if error is not None:
             self._finished_rows.append(StreamRow(*key, token_ids=(), finish_reason="error", error=error))
@@ -132,6 +142,7 @@ class Scheduler:
             seed=derive_seed(request),
             accepted_at=now,
             table=SequencePages(request.namespace),
+            wishes=SamplingState.of(request),
         )
         self._next_id += 1
         self._live[sequence.id] = sequence
@@ -235,6 +246,7 @@ class Scheduler:
             raise ValueError(f"result of step {result.step} does not belong to record {record.step}")
         rows: list[StreamRow] = []
         sampled = 0
+        logprobs = step_logprobs(record, result)
         for index in range(record.num_rows):
             last = bool(record.is_last_chunk[index])
             token, finite = (
@@ -249,18 +261,29 @@ class Scheduler:
             if length > 1 or end <= sequence.prompt_tokens:
                 sequence.prefill_chunks.append(((now - sequence.accepted_at) * 1e3, length))
                 self.cache.share(sequence.table, sequence.token_ids, end)
-            if not last or sequence.aborted:
+            if sequence.aborted:
                 continue
-            if not finite:
+            own = logprobs.get(index, NO_LOGPROBS)
+            if own.prompt and sequence.wishes is not None:
+                own = sequence.wishes.take_prompt(own, int(record.start[index]))
+            if not finite or not own.finite:
+                self.nonfinite_requests += 1
                 rows.append(
                     self._finish(sequence, now, "error", error="the model returned non-finite logits")
                 )
-                continue
-            rows.append(self._append(sequence, token, now))
+            elif last:
+                row = self._append(sequence, token, now)
+                rows.append(own.add_to(row) if own is not NO_LOGPROBS else row)
+            elif own.prompt:
+                rows.append(StreamRow(*sequence.key, token_ids=(), prompt_logprobs=own.prompt))
         return rows
 
     def _append(self, sequence: SequenceState, token: int, now: float) -> StreamRow:
+        if sequence.max_tokens == 0:
+            return self._finish(sequence, now, "length")
         sequence.token_ids.append(token)
+        if sequence.wishes is not None:
+            sequence.wishes.append(token)
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = now
@@ -337,7 +360,11 @@ class Scheduler:
         )
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
-            table = self.cache.open(sequence.request.namespace, sequence.token_ids)
+            namespace = sequence.request.namespace
+            if sequence.wants_prompt_logits:
+                table = SequencePages(namespace)
+            else:
+                table = self.cache.open(namespace, sequence.token_ids)
             needed = pages_for(len(sequence.token_ids) + 1) - len(table.pages)
             room = self.cache.available - (self.cache.total - limit) - unreserved
             if needed > room and not (not self._running and needed <= self.cache.available):
@@ -371,12 +398,18 @@ class Scheduler:
             self.step,
         )
         rows: list[tuple[SequenceState, int]] = []
+        prompt_logits = MAX_PROMPT_LOGITS
         for tenant, queue in queues.items():
             share = shares.get(tenant, 0)
             for sequence in queue:
                 length = min(chunk, sequence.pending, share)
                 if length <= 0:
                     break
+                if sequence.wants_prompt_logits:
+                    length = min(length, prompt_logits)
+                    prompt_logits -= length
+                    if length <= 0:
+                        continue
                 if not self.cache.reserve(sequence.table, sequence.computed + length):
                     continue  # the pages went to decodes; try again when one of them ends
                 rows.append((sequence, length))
@@ -394,11 +427,16 @@ class Scheduler:
         token_indptr, page_indptr = [0], [0]
         starts, lengths, last = [], [], []
         sampled: list[SequenceState] = []
+        prompts: list[tuple[int, SamplingState, list[int]]] = []
         self.prefill_chunks = [
             length for sequence, length in rows if length > 1 or sequence.computed < sequence.prompt_tokens
         ]
-        for sequence, length in rows:
+        for row, (sequence, length) in enumerate(rows):
             start, end = sequence.computed, sequence.computed + length
+            if sequence.wishes is not None and sequence.wants_prompt_logits:
+                prompts.append(
+                    (row, sequence.wishes, following(sequence.request.prompt_token_ids, start, end))
+                )
             starts.append(start)
             lengths.append(length)
             last.append(end == len(sequence.token_ids))
@@ -424,6 +462,7 @@ class Scheduler:
             page_indices=np.array(page_indices, np.int32),
             page_indptr=np.array(page_indptr, np.int32),
             sampling=_sampling_columns(sampled),
+            prompt_logprobs=prompt_columns(prompts),
         )
 
     def _count_input(self, sequence: SequenceState, start: int, end: int) -> None:
@@ -476,10 +515,12 @@ class Scheduler:
 
 def _sampling_columns(sampled: list[SequenceState]) -> SamplingColumns:
     params = [sequence.request.sampling for sequence in sampled]
-    return SamplingColumns(
+    columns = SamplingColumns(
         temperature=np.array([p.temperature for p in params], np.float32),
         top_k=np.array([p.top_k for p in params], np.int32),
         top_p=np.array([p.top_p for p in params], np.float32),
         seed=np.array([sequence.seed for sequence in sampled], np.uint64),
         position=np.array([len(sequence.token_ids) for sequence in sampled], np.int32),
     )
+    wishes = [(row, sequence.wishes) for row, sequence in enumerate(sampled) if sequence.wishes is not None]
+    return with_wishes(columns, wishes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine_actor.kv.cache import SequencePages
 from engine_actor.request import EngineRequest, RequestTimings, RequestUsage
+from engine_actor.sampling.state import SamplingState
 
 
 @dataclass(eq=False)
@@ -15,7 +16,8 @@ class SequenceState:
 
     `token_ids` is the prompt followed by the output. Positions below `computed` have their KV in pages (or in the
     step in flight); `served` is the highest position ever computed, so recomputed tokens are known as such.
-    `epoch` rises with each preemption: a result of an older epoch is ignored.
+    `epoch` rises with each preemption: a result of an older epoch is ignored. `wishes` is None for a request that asks
+    for no more than temperature, top_k and top_p.
     """
 
     id: int
@@ -36,6 +38,7 @@ class SequenceState:
     last_token_at: float | None = None
     prefill_chunks: list[tuple[float, int]] = field(default_factory=list)
     preemptions: int = 0
+    wishes: SamplingState | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -53,6 +56,11 @@ class SequenceState:
     def pending(self) -> int:
         """Known tokens not computed yet: 1 means decoding, more means prefill."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Log probabilities of prompt tokens are still owed: no position may be skipped."""
+        return self.wishes is not None and self.wishes.prompt_logprobs_left > 0
 
     def usage(self) -> RequestUsage:
         """What was used so far: prompt tokens count once they are computed or found in the cache."""

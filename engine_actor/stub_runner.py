@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from engine_actor.executor import ExecutorInfo, Runner
-from engine_actor.step import StepRecord, StepResult
+from engine_actor.step import Int32, Logprobs, StepRecord, StepResult
 
 STUB_TEXT = b"The stub engine has no model. "
 
@@ -37,4 +37,18 @@ class StubRunner(Runner):
         time.sleep(seconds)
         text = np.frombuffer(STUB_TEXT, np.uint8)
         tokens = text[record.sampling.position % len(text)].astype(np.int32)
-        return StepResult(record.step, tokens, np.ones(len(tokens), np.bool_), seconds)
+        wanted, prompt = record.sampling.logprobs, record.prompt_logprobs
+        return StepResult(
+            record.step,
+            tokens,
+            np.ones(len(tokens), np.bool_),
+            seconds,
+            None if wanted is None else _certain(tokens[wanted.row]),
+            None if prompt is None else _certain(prompt.target),
+        )
+
+
+def _certain(tokens: Int32) -> Logprobs:
+    """Log probabilities of tokens that could not have been others."""
+    zeros = np.zeros(len(tokens), np.float32)
+    return Logprobs(tokens, zeros, tokens[:, None], zeros[:, None])

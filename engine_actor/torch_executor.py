@@ -99,11 +99,10 @@ class TorchExecutor(Executor):
         self._adopt_thread()
         if self._graphs is not None and (logits := self._graphs.execute(record)) is not None:
             return logits
-        last_token = record.token_indptr[1:][record.is_last_chunk] - 1
         return self._forward(
             self._tensor(record.token_ids),
             self._tensor(token_positions(record)),
-            self._tensor(last_token),
+            self._tensor(record.logit_tokens),
             self._attention.prepare(record),
         )
 

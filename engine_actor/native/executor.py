@@ -35,7 +35,7 @@ class StepArrays:
     """A record as the kernels read it. Keeps the arrays that `struct` points to."""
 
     def __init__(self, record: StepRecord) -> None:
-        logit_tokens = record.token_indptr[1:][record.is_last_chunk] - 1
+        logit_tokens = record.logit_tokens
         self._arrays = {
             name: np.ascontiguousarray(values, dtype=np.int32)
             for name, values in {

@@ -1,6 +1,7 @@
 """Choosing the next token of every row: greedy, or from the filtered distribution.
 
-A row's token depends on its own logits, parameters, seed and position alone, whatever else is in the batch.
+A row's token depends on its own logits, parameters, seed and position alone, whatever else is in the batch. What few
+rows ask for costs those rows: a greedy row is one argmax, a plain sampled one no sort.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine_actor.sampling.adjust import adjust
 from engine_actor.sampling.random import uniform
 from engine_actor.step import Bool, Float32, Int32, SamplingColumns
 
@@ -19,13 +21,17 @@ _NUCLEUS_CANDIDATES = (1024, 16384)
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
     """Token ids [S] for float32 logits [S, vocab], and whether each row's logits were all finite.
 
-    A row that is not finite gets token 0. Temperature is applied first, then top_k, then top_p on what is
-    left; tokens that tie with the last one kept are kept as well.
+    A row that is not finite gets token 0. Penalties and biases come first and change the logits in place; then
+    temperature, then min_p, top_k, and top_p on what is left; tokens that tie with the last one kept are kept.
     """
     if logits.shape[0] == 0:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
     lowest, highest = logits.amin(dim=-1), logits.amax(dim=-1)  # far faster than torch.aminmax on a CPU
     finite = (torch.isfinite(lowest) & torch.isfinite(highest)).cpu().numpy()
+    adjusted = adjust(logits, columns)
+    if len(adjusted):
+        index = torch.from_numpy(adjusted.astype(np.int64)).to(logits.device)
+        highest[index] = logits[index].amax(dim=-1)
     tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
     tokens[~finite] = 0
     rows = np.flatnonzero(finite & (columns.temperature > 0))
@@ -34,6 +40,8 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]
         # Shifted before the division, so that no temperature can overflow.
         shifted = logits[index] - highest[index, None]
         scaled = shifted / torch.from_numpy(columns.temperature[rows]).to(logits.device)[:, None]
+        if columns.min_p is not None:
+            _drop_unlikely(scaled, columns.min_p[rows])
         _filter(scaled, columns.top_k[rows], columns.top_p[rows])
         tokens[rows] = _draw(scaled, uniform(columns.seed[rows], columns.position[rows]))
     return tokens, finite
@@ -45,6 +53,17 @@ def _draw(scaled: torch.Tensor, random: np.ndarray) -> Int32:
     target = torch.from_numpy(random).to(scaled.device)[:, None] * cumulative[:, -1:]
     # right=True steps over tokens of probability 0: their cumulative value equals the one before.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].cpu().numpy().astype(np.int32)
+
+
+def _drop_unlikely(scaled: torch.Tensor, min_p: Float32) -> None:
+    """Set tokens whose probability is below min_p times the greatest one to -inf, in place (Nguyen et al., "Turning
+    up the heat: min-p sampling", 2024)."""
+    limited = np.flatnonzero(min_p > 0)
+    if len(limited):
+        index = torch.from_numpy(limited).to(scaled.device)
+        least = torch.from_numpy(np.log(min_p[limited])).to(scaled.device)[:, None]
+        values = scaled[index]
+        scaled[index] = values.masked_fill_(values < least, -torch.inf)
 
 
 def _filter(scaled: torch.Tensor, top_k: Int32, top_p: Float32) -> None:
