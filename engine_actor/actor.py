@@ -367,6 +367,7 @@ class EngineActor:
             total_pages=scheduler.cache.total,
             reclaimed_pages=scheduler.cache.evicted_pages,
             graphs=self._graphs,
+            nonfinite_requests=scheduler.nonfinite_requests,
         )
         return self._report(tuple(outcome.accepted))
 

@@ -98,6 +98,8 @@ class EngineStatsSnapshot:
     last_step_age_s: float | None
     graphs: GraphCounters | None = None
     info: ExecutorInfo | None = None
+    nonfinite_requests: int = 0
+    """Requests ended because the model returned logits that are not finite."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -132,6 +134,7 @@ class EngineStats:
         self._reclaimed_pages = 0
         self._last_step: float | None = None
         self._graphs: GraphCounters | None = None
+        self._nonfinite_requests = 0
         self.info: ExecutorInfo | None = None
         """Set once the model is loaded."""
 
@@ -182,11 +185,12 @@ class EngineStats:
         total_pages: int,
         reclaimed_pages: int,
         graphs: GraphCounters | None = None,
+        nonfinite_requests: int = 0,
     ) -> None:
         """Current state. Call after every step and before every snapshot: no gauge freezes when idle.
 
-        `reclaimed_pages` is the cache's own count of evicted pages so far; the dummy page counts in none of
-        them.
+        `reclaimed_pages` is the cache's own count of evicted pages so far, `nonfinite_requests` the scheduler's of
+        requests whose logits were not finite; the dummy page counts in no number of pages.
         """
         with self._lock:
             self._running = running
@@ -196,6 +200,7 @@ class EngineStats:
             self._total_pages = total_pages
             self._reclaimed_pages = reclaimed_pages
             self._graphs = None if graphs is None else replace(graphs)
+            self._nonfinite_requests = nonfinite_requests
 
     def snapshot(self, now: float) -> EngineStatsSnapshot:
         """A consistent, picklable copy. `now` is the clock of `observe_step`."""
@@ -223,4 +228,5 @@ class EngineStats:
                 last_step_age_s=None if self._last_step is None else max(0.0, now - self._last_step),
                 graphs=self._graphs,
                 info=self.info,
+                nonfinite_requests=self._nonfinite_requests,
             )

@@ -55,6 +55,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {
         lambda s: s.reclaimed_pages,
     ),
     "engine_preemptions": ("Sequences put back to be computed again later.", lambda s: s.preemptions),
+    "engine_nonfinite_requests": (
+        "Requests ended because the model returned logits that are not finite.",
+        lambda s: s.nonfinite_requests,
+    ),
     "engine_iterations": ("Engine iterations.", lambda s: s.steps),
     "engine_scheduler_seconds": ("Time spent scheduling.", lambda s: s.scheduler_seconds),
     "engine_model_seconds": ("Time spent in the executor and sampler.", lambda s: s.model_seconds),

@@ -69,6 +69,7 @@ def engine_snapshot(engine: str = "engine-0", running: int = 0, epoch: int = 1) 
         evictable_pages=9,
         total_pages=100,
         reclaimed_pages=7,
+        nonfinite_requests=2,
         graphs=GraphCounters(captured=7, capture_seconds=3.5, replays=40, eager_steps=2),
     )
     stats.info = ExecutorInfo(
@@ -132,6 +133,7 @@ def test_engine_snapshot_is_rendered_with_exact_names() -> None:
     assert value(metrics, "num_requests_running", **labels) == 2
     assert value(metrics, "num_requests_waiting", **labels) == 4
     assert value(metrics, "kv_cache_page_reclaimed_pages_total", **labels) == 7
+    assert value(metrics, "engine_nonfinite_requests_total", **labels) == 2
 
 
 def test_graphs_and_what_runs_are_told() -> None:
