@@ -44,11 +44,14 @@ class EngineLoad:
         self._granted_work = 0.0
         self.reclaiming = 0
         """Sequences on their way that find a place only when the engine takes one from somebody else."""
+        self._cached_pages: set[int] = set()
         self.update(report)
 
     def update(self, report: EngineReport) -> None:
         """Take a newer report of the same engine epoch."""
         self.report = report
+        self._cached_pages.difference_update(report.page_hashes_removed)
+        self._cached_pages.update(report.page_hashes_added)
         self._reported_work = sum(report.outstanding.values())
 
     @property
@@ -77,6 +80,18 @@ class EngineLoad:
     def tenant_pages(self, tenant: str) -> int:
         """Pages that one tenant's requests hold, or will take on arrival."""
         return self.report.tenant_pages.get(tenant, 0) + self._on_the_way(tenant).pages
+
+    def cached_tokens(self, ticket: Ticket) -> int:
+        """Input tokens of the ticket, over all its sequences, whose pages are in the engine's prefix cache."""
+        pages = 0
+        for page in ticket.page_hashes:
+            if page not in self._cached_pages:
+                break
+            pages += 1
+        # The last token of a prompt is always computed: its logits are needed.
+        return min(
+            pages * self.report.page_size * ticket.sequences, max(0, ticket.input_tokens - ticket.sequences)
+        )
 
     def fits(self, ticket: Ticket) -> bool:
         """Whether the engine can take the ticket now.

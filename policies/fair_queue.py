@@ -1,70 +1,32 @@
-"""Whose turn it is: the weighted virtual token counter (VTC) over the engines of one pool.
-
-Sheng et al., "Fairness in Serving Large Language Models" (OSDI'24), with weights, with predicted output
-charged on grant and given back as service arrives, and with both branches of the lift.
-"""
+"""Whose turn it is, and on which engine: the queue in front of the engines of one pool."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+import heapq
+from dataclasses import dataclass
+from typing import Literal
 
+from policies.backfill import may_backfill, reserve
+from policies.baseline_orders import DlpmOrder, DrrOrder, FcfsOrder, RateLimitOrder
 from policies.engine_load import EngineLoad
-from policies.reclaim import choose_reclaim, needs_reclaim
+from policies.grants import GrantInFlight, GrantsInFlight
+from policies.queue_caps import QueueCaps
+from policies.queue_order import BATCH_SHARE, CachedTokens, QueueOrder, VtcOrder
+from policies.reclaim import PoolShares, choose_reclaim, needs_reclaim
+from policies.routing import choose_engine, ticket_cost
 from policies.service import DEFAULT_PRICES, ServicePrices
+from policies.service_accounts import QueueState, ServiceAccounts
+from policies.tenant_account import QueuedTicket
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
 
-QueuePolicy = Literal["vtc", "fcfs"]
+QueuePolicy = Literal["vtc", "fcfs", "rpm", "lcf", "drr", "dlpm"]
+QUEUE_POLICIES: tuple[QueuePolicy, ...] = ("vtc", "fcfs", "rpm", "lcf", "drr", "dlpm")
 
 RETRY_AFTER_MS = 1000.0
 """Advice to a caller refused for a full queue."""
 
-
-class _Entry(NamedTuple):
-    """A waiting ticket. Sorts by arrival; `order` is unique, so that tickets are never compared."""
-
-    arrival: float
-    order: int
-    ticket: Ticket
-
-
-class _InFlight(NamedTuple):
-    """A grant that no report has confirmed yet."""
-
-    ticket: Ticket
-    engine: str
-    cost: float
-    expires_at: float
-    reclaims: bool
-
-
-@dataclass
-class _Tenant:
-    weight: float = 1.0
-    queue: list[_Entry] = field(default_factory=list)
-    served: float = 0.0
-    # Service divided by the weight of its time, plus every lift: a new weight does not rewrite the past.
-    counter: float = 0.0
-    outstanding: float = 0.0
-    granted: dict[str, float] = field(default_factory=dict)
-    key: float = 0.0
-
-    @property
-    def booked(self) -> float:
-        return self.outstanding + sum(self.granted.values())
-
-    def update_key(self) -> None:
-        self.key = self.counter + self.booked / self.weight
-
-
-@dataclass
-class _Seen:
-    """How far the service of an engine has been counted."""
-
-    engine_epoch: int
-    step: int
-    served: dict[str, float]
+LOOK_BEHIND = 8
+"""Tickets looked at when the first one fits nowhere."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +46,18 @@ class FairQueue:
     `now` is a monotonic clock reading in seconds, always of the same clock. Not thread safe.
     `queue_epoch` is stamped on every grant; its owner may raise it.
 
-    Order. The tenant with the smallest key (served + booked) / weight goes next, its oldest ticket first.
-    `served` is what engines report; `booked` is granted and not served yet. If the head fits no engine,
-    nobody is granted: passing it over would let small requests starve a large one. Policy "fcfs" takes the
-    oldest ticket of all and keeps every other rule.
+    Order: see `policies.queue_order` (VTC) and `policies.baseline_orders`. `served` is what engines report,
+    `booked` what is granted and not served yet: input, cached input at its own price, predicted output.
 
-    Lift. A tenant whose queue was empty gets its counter raised, when it returns, to the smallest counter
-    among the waiting tenants, or, when nobody waits, to the counter of the tenant that left the queue last.
-    So idle time earns no credit. The lift compares service without `booked`: it grants a returning tenant as
-    much in flight as the others have, and no more.
-
-    Caps. At most `max_queued_per_tenant` tickets of one tenant wait, `max_queued_requests` in all, and no
-    tenant holds more than the places still free in all (dynamic thresholds, Choudhury and Hahne, 1998). So
-    the flood of one tenant stops at half of the total, n floods leave one part in n + 1 free, and nobody is
-    shut out.
+    When the first ticket fits no engine. A tenant under its share of slots and pages gets in by reclaim
+    (`policies.reclaim`). One over its share is passed over, for others that are under theirs. Otherwise it
+    keeps its place and a start is reserved: passing it over would let small requests starve a large one. Others
+    go before it only if they will have ended by then (`policies.backfill`).
 
     Invariants: a counter never falls; a push leads to one grant at most, and until then the ticket waits here
     unless it is withdrawn, replaced or expired; a waiting request has no grant in flight; booked >= 0.
+
+    Every call is O(log n) in waiting tickets and tenants, and O(engines + what they run).
     """
 
     def __init__(
@@ -110,26 +67,29 @@ class FairQueue:
         policy: QueuePolicy,
         max_queued_requests: int,
         max_queued_per_tenant: int,
+        max_queued_tokens: int = 1 << 62,
+        max_queued_tokens_per_tenant: int = 1 << 62,
+        locality_window: float = 0.0,
+        batch_share: float = BATCH_SHARE,
         prices: ServicePrices = DEFAULT_PRICES,
     ) -> None:
-        if policy not in ("vtc", "fcfs"):
-            raise ValueError(f"unknown queue policy {policy!r}, allowed: vtc, fcfs")
-        if max_queued_requests < 1 or max_queued_per_tenant < 1:
-            raise ValueError("queue caps must be at least 1")
+        """`locality_window` is in priced tokens per weight, `batch_share` in [0, 1). Raises ValueError."""
+        if locality_window < 0 or not 0 <= batch_share < 1:
+            raise ValueError("locality_window must not be negative, batch_share must be in [0, 1)")
         self.queue_epoch = queue_epoch
         self.policy = policy
-        self.max_queued_requests = max_queued_requests
-        self.max_queued_per_tenant = max_queued_per_tenant
+        self._caps = QueueCaps(
+            max_queued_requests, max_queued_per_tenant, max_queued_tokens, max_queued_tokens_per_tenant
+        )
         self._prices = prices
-        self._tenants: dict[str, _Tenant] = {}
-        self._waiting: dict[str, _Tenant] = {}  # the tenants with a queue, and only those
-        self._entries: dict[str, _Entry] = {}  # by request
-        self._in_flight: dict[str, _InFlight] = {}  # by request, oldest grant first
+        self._order = _make_order(policy, self._cached_tokens, locality_window, batch_share)
+        self._accounts = ServiceAccounts(self._order.touch)
+        self._waiting_weight = 0.0  # of the tenants that have waiting tickets
+        self._entries: dict[str, QueuedTicket] = {}  # by request
+        self._by_arrival: list[tuple[float, int, str]] = []  # may name entries that are gone
+        self._queued_tokens = 0
+        self._in_flight = GrantsInFlight()
         self._engines: dict[str, EngineLoad] = {}
-        self._seen: dict[
-            str, _Seen
-        ] = {}  # kept for forgotten engines too: one that returns is not counted twice
-        self._last_to_leave: _Tenant | None = None
         self._pushes = 0
 
     def __len__(self) -> int:
@@ -149,25 +109,37 @@ class FairQueue:
         if known is not None and ticket.attempt < known.ticket.attempt:
             return None
         self._settle(ticket.request)
-        tenant = self._tenant(ticket.tenant)
+        tenant = self._accounts.tenant(ticket.tenant)
         arrival = now - ticket.age_ms / 1000.0
-        replaced = self._entries.pop(ticket.request, None)
+        replaced = self._entries.get(ticket.request)
         if replaced is not None:
             arrival = min(arrival, replaced.arrival)
-            self._remove(replaced)
-        elif (full := self._is_full(tenant)) is not None:
-            return Refusal(ticket.request, ticket.attempt, "queue_full", full, RETRY_AFTER_MS)
-        if ticket.tenant not in self._waiting:
-            self._lift(tenant)
-            self._waiting[ticket.tenant] = tenant
+        else:
+            full = self._caps.refuse(ticket, tenant, len(self._entries), self._queued_tokens)
+            if full is not None:
+                return Refusal(ticket.request, ticket.attempt, "queue_full", full, RETRY_AFTER_MS)
+        if not tenant.queued:
+            self._order.arrive(tenant, now)
+            self._waiting_weight += ticket.weight
+        else:
+            self._waiting_weight += ticket.weight - tenant.weight
         tenant.weight = ticket.weight
-        tenant.update_key()
         self._pushes += 1
-        entry = _Entry(arrival, self._pushes, ticket)
-        insort(tenant.queue, entry)
+        entry = QueuedTicket(
+            self._order.rank(ticket, arrival, now),
+            self._pushes,
+            arrival,
+            self._order.lane(ticket),
+            ticket_cost(ticket, self._prices),
+            ticket,
+        )
+        tenant.add(entry)
+        self._queued_tokens += ticket.input_tokens
         self._entries[ticket.request] = entry
         if replaced is not None:
-            self._leave_if_empty(replaced.ticket.tenant)
+            self._remove(replaced)
+        heapq.heappush(self._by_arrival, (arrival, self._pushes, ticket.request))
+        self._order.touch(tenant)
         return None
 
     def withdraw(self, request: str, attempt: int) -> bool:
@@ -184,80 +156,47 @@ class FairQueue:
         """Take out the tickets that have waited this long or longer, the age they came with included."""
         latest_arrival = now - waiting_timeout_ms / 1000.0
         expired: list[Ticket] = []
-        for tenant in list(self._waiting.values()):
-            while tenant.queue and tenant.queue[0].arrival <= latest_arrival:
-                expired.append(tenant.queue[0].ticket)
-                self._take_out(tenant.queue[0])
+        while self._by_arrival and self._by_arrival[0][0] <= latest_arrival:
+            _, order, request = heapq.heappop(self._by_arrival)
+            entry = self._entries.get(request)
+            if entry is not None and entry.order == order:
+                expired.append(entry.ticket)
+                self._take_out(entry)
         return expired
 
     def next_grant(self, now: float) -> Grant | None:
-        """Grant the next ticket to the least loaded engine that can take it; None if there is no such pair.
+        """Grant the next ticket to an engine that can take it; None if nobody can go now.
 
-        Call until it answers None. O(tenants waiting + engines).
+        Call until it answers None.
         """
-        self._expire_grants(now)
-        if not self._waiting:
+        for request in self._in_flight.expired(now):
+            self._settle(request)
+        front = self._order.front(now, 1)
+        if not front or not self._engines:
             return None
-        if self.policy == "vtc":
-            tenant = min(self._waiting.values(), key=lambda t: t.key)
-        else:
-            tenant = min(self._waiting.values(), key=lambda t: t.queue[0])
-        entry = tenant.queue[0]
-        ticket = entry.ticket
-        engine = self._choose_engine(ticket)
-        if engine is None:
-            return None
-        name = engine.report.engine
-        reclaims = needs_reclaim(ticket, engine)
-        grant = Grant(
-            request=ticket.request,
-            attempt=ticket.attempt,
-            queue_epoch=self.queue_epoch,
-            engine=name,
-            engine_epoch=engine.report.engine_epoch,
-            queued_ms=(now - entry.arrival) * 1000.0,
-        )
-        cost = self._prices.cost(computed_input=ticket.input_tokens, output=ticket.predicted_output_tokens)
-        # Book before the grant goes out: the next decision must see it.
-        self._take_out(entry)
-        expires_at = now + grant.time_to_live_ms / 1000.0
-        self._in_flight[ticket.request] = _InFlight(ticket, name, cost, expires_at, reclaims)
-        engine.add_grant(ticket, cost, reclaims)
-        tenant.granted[ticket.request] = cost
-        tenant.update_key()
-        return grant
+        entry = front[0]
+        engine = choose_engine(entry.ticket, self._engines.values(), self._prices)
+        if engine is None and self._order.entitles:
+            shares = self._shares()
+            engine = choose_reclaim(entry.ticket, shares)
+            if engine is None:
+                entry, engine = self._behind_the_head(self._order.front(now, LOOK_BEHIND), shares)
+        return None if engine is None else self._grant(entry, engine, now)
 
     def observe_report(self, report: EngineReport) -> None:
-        """Count service and take the engine's state; a report older than one already seen is ignored.
-
-        The service of an engine in its first report to this queue was granted by somebody else, under lifts
-        that are not known here. It is part of `served` and moves nobody in the order.
-        """
-        seen = self._seen.get(report.engine)
-        if seen is not None and (report.engine_epoch, report.step) < (seen.engine_epoch, seen.step):
+        """Count service and take the engine's state; a report older than one already seen is ignored."""
+        if self._accounts.is_old(report):
             return
-        if seen is None or seen.engine_epoch != report.engine_epoch:
+        if self._accounts.is_new_epoch(report):
             self.forget_engine(report.engine)
-            counted: dict[str, float] = {}
-        else:
-            counted = seen.served
-        for name, total in report.served.items():
-            delta = total - counted.get(name, 0.0)
-            if delta > 0:
-                counted[name] = total
-                tenant = self._tenant(name)
-                tenant.served += delta
-                if seen is not None:
-                    tenant.counter += delta / tenant.weight
-                    tenant.update_key()
-        self._seen[report.engine] = _Seen(report.engine_epoch, report.step, counted)
+        self._accounts.count_service(report)
         engine = self._engines.get(report.engine)
         before = {} if engine is None else engine.report.outstanding
         if engine is None:
             self._engines[report.engine] = EngineLoad(report)
         else:
             engine.update(report)
-        self._update_outstanding(before, report.outstanding)
+        self._accounts.update_outstanding(before, report.outstanding, self._engines.values())
         for request, attempt in report.accepted:
             grant = self._in_flight.get(request)
             if grant is not None and grant.engine == report.engine and grant.ticket.attempt == attempt:
@@ -268,85 +207,135 @@ class FairQueue:
         engine = self._engines.get(name)
         if engine is None:
             return
-        for request in [r for r, grant in self._in_flight.items() if grant.engine == name]:
+        for request in self._in_flight.of_engine(name):
             self._settle(request)
         del self._engines[name]
-        self._update_outstanding(engine.report.outstanding, {})
+        self._accounts.update_outstanding(engine.report.outstanding, {}, self._engines.values())
 
     def snapshot(self) -> dict[str, TenantSnapshot]:
         """Every tenant seen so far, for metrics."""
         return {
-            name: TenantSnapshot(len(t.queue), t.weight, t.served, t.booked, t.key)
-            for name, t in self._tenants.items()
+            name: TenantSnapshot(t.queued, t.weight, t.served, t.booked, t.key)
+            for name, t in self._accounts.tenants.items()
         }
 
-    def _tenant(self, name: str) -> _Tenant:
-        return self._tenants.setdefault(name, _Tenant())
+    def export_state(self) -> QueueState:
+        """The counters, for a successor."""
+        return self._accounts.export(self.queue_epoch, self._order.last_to_leave)
 
-    def _is_full(self, tenant: _Tenant) -> str | None:
-        queued = len(tenant.queue)
-        if queued >= self.max_queued_per_tenant:
-            return f"{queued} requests of this tenant are waiting (max_queued_per_tenant)"
-        if queued >= self.max_queued_requests - len(self._entries):
-            return f"{len(self._entries)} requests are waiting, {queued} of this tenant (max_queued_requests)"
-        return None
+    def restore(self, state: QueueState, now: float) -> None:
+        """Go on from a predecessor's counters. Raises ValueError after the first ticket or report.
 
-    def _choose_engine(self, ticket: Ticket) -> EngineLoad | None:
-        fitting = [engine for engine in self._engines.values() if engine.fits(ticket)]
-        if fitting:
-            return min(fitting, key=lambda engine: engine.work)
-        if self.policy == "fcfs":
-            return None
-        active = set(self._waiting).union(*(engine.tenants() for engine in self._engines.values()))
-        weights = {name: self._tenant(name).weight for name in active}
-        total = sum(weights.values())
-        return choose_reclaim(ticket, self._engines.values(), lambda name: weights[name] / total)
+        Its engines' service since the state was taken counts with their next reports. Tenants that waited keep
+        their places if they come back soon; others are lifted as ever.
+        """
+        self._accounts.restore(state, now)
+        self.queue_epoch = max(self.queue_epoch, state.queue_epoch)
+        if state.last_to_leave is not None:
+            self._order.last_to_leave = self._accounts.tenants.get(state.last_to_leave)
 
-    def _lift(self, tenant: _Tenant) -> None:
-        if self._waiting:
-            floor = min(other.counter for other in self._waiting.values())
-        elif self._last_to_leave is not None:
-            floor = self._last_to_leave.counter
-        else:
-            return
-        tenant.counter = max(tenant.counter, floor)
+    # Placement --------------------------------------------------------------------------------------------------
 
-    def _remove(self, entry: _Entry) -> None:
-        queue = self._tenants[entry.ticket.tenant].queue
-        del queue[bisect_left(queue, entry)]
+    def _behind_the_head(
+        self, front: list[QueuedTicket], shares: PoolShares
+    ) -> tuple[QueuedTicket, EngineLoad | None]:
+        """The first ticket of `front` fits nowhere: who may go instead."""
+        engines = self._engines.values()
+        head = front[0]
+        for entry in front:
+            if shares.is_over(entry.ticket.tenant):
+                continue
+            if entry is not front[0]:
+                engine = choose_engine(entry.ticket, engines, self._prices) or choose_reclaim(
+                    entry.ticket, shares
+                )
+                if engine is not None:
+                    return entry, engine
+            head = entry
+            break
+        reservation = reserve(head.ticket, engines)
+        if reservation is not None:
+            for entry in front:
+                if entry is head:
+                    continue
+                allowed = [engine for engine in engines if may_backfill(entry.ticket, engine, reservation)]
+                engine = choose_engine(entry.ticket, allowed, self._prices)
+                if engine is not None:
+                    return entry, engine
+        return head, None
 
-    def _leave_if_empty(self, name: str) -> None:
-        if not self._tenants[name].queue:
-            self._last_to_leave = self._waiting.pop(name)
+    def _grant(self, entry: QueuedTicket, engine: EngineLoad, now: float) -> Grant:
+        ticket, tenant = entry.ticket, self._accounts.tenants[entry.ticket.tenant]
+        grant = Grant(
+            request=ticket.request,
+            attempt=ticket.attempt,
+            queue_epoch=self.queue_epoch,
+            engine=engine.report.engine,
+            engine_epoch=engine.report.engine_epoch,
+            queued_ms=(now - entry.arrival) * 1000.0,
+        )
+        cost = ticket_cost(ticket, self._prices, engine.cached_tokens(ticket))
+        reclaims = needs_reclaim(ticket, engine)
+        # Book before the grant goes out: the next decision must see it.
+        self._take_out(entry)
+        tenant.granted[ticket.request] = cost
+        self._in_flight.add(
+            GrantInFlight(ticket, grant.engine, cost, now + grant.time_to_live_ms / 1000.0, reclaims)
+        )
+        engine.add_grant(ticket, cost, reclaims)
+        self._order.charge(tenant, entry, cost, now)
+        self._order.touch(tenant)
+        return grant
 
-    def _take_out(self, entry: _Entry) -> None:
+    def _shares(self) -> PoolShares:
+        live = {name for engine in self._engines.values() for name in engine.tenants()}
+        not_waiting = (tenant for tenant in map(self._accounts.tenant, live) if not tenant.queued)
+        weight = self._waiting_weight + sum(tenant.weight for tenant in not_waiting)
+        return PoolShares(self._engines.values(), lambda name: self._accounts.tenant(name).weight / weight)
+
+    def _cached_tokens(self, ticket: Ticket) -> int:
+        return max((engine.cached_tokens(ticket) for engine in self._engines.values()), default=0)
+
+    # Bookkeeping ------------------------------------------------------------------------------------------------
+
+    def _take_out(self, entry: QueuedTicket) -> None:
         del self._entries[entry.ticket.request]
         self._remove(entry)
-        self._leave_if_empty(entry.ticket.tenant)
+
+    def _remove(self, entry: QueuedTicket) -> None:
+        ticket, tenant = entry.ticket, self._accounts.tenants[entry.ticket.tenant]
+        tenant.remove(entry)
+        self._queued_tokens -= ticket.input_tokens
+        if not tenant.queued:
+            self._waiting_weight -= tenant.weight
+            self._order.leave(tenant)
+        if not self._entries:
+            self._waiting_weight = 0.0  # no rounding outlives the queue
+            self._by_arrival.clear()
+        self._order.touch(tenant)
 
     def _settle(self, request: str) -> None:
         """The grant of a request, if one is in flight, no longer counts."""
-        grant = self._in_flight.pop(request, None)
+        grant = self._in_flight.pop(request)
         if grant is None:
             return
         self._engines[grant.engine].remove_grant(grant.ticket, grant.cost, grant.reclaims)
-        tenant = self._tenants[grant.ticket.tenant]
+        tenant = self._accounts.tenants[grant.ticket.tenant]
         del tenant.granted[request]
-        tenant.update_key()
+        self._order.touch(tenant)
 
-    def _expire_grants(self, now: float) -> None:
-        while self._in_flight:
-            request, grant = next(iter(self._in_flight.items()))
-            if grant.expires_at > now:
-                return
-            self._settle(request)
 
-    def _update_outstanding(self, before: dict[str, float], after: dict[str, float]) -> None:
-        for name in before.keys() | after.keys():
-            if before.get(name) != after.get(name):
-                tenant = self._tenant(name)
-                # Summed afresh: differences would drift. An engine's rounding must not turn into credit.
-                tenant.outstanding = sum(
-                    max(0.0, engine.report.outstanding.get(name, 0.0)) for engine in self._engines.values()
-                )
-                tenant.update_key()
+def _make_order(
+    policy: str, cached_tokens: CachedTokens, locality_window: float, batch_share: float
+) -> QueueOrder:
+    if policy in ("vtc", "lcf"):
+        return VtcOrder(cached_tokens, lift=policy == "vtc", window=locality_window, batch_share=batch_share)
+    if policy == "fcfs":
+        return FcfsOrder()
+    if policy == "rpm":
+        return RateLimitOrder()
+    if policy == "drr":
+        return DrrOrder()
+    if policy == "dlpm":
+        return DlpmOrder(cached_tokens)
+    raise ValueError(f"unknown queue policy {policy!r}, allowed: {', '.join(QUEUE_POLICIES)}")

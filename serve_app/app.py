@@ -158,6 +158,8 @@ def build(args: dict[str, Any]) -> serve.Application:
                 policy=limits.policy,
                 max_queued_requests=settings.gateway.max_queued_requests,
                 max_queued_per_tenant=settings.gateway.max_queued_per_tenant,
+                max_queued_tokens=settings.gateway.max_queued_tokens,
+                max_queued_tokens_per_tenant=settings.gateway.max_queued_tokens_per_tenant,
                 waiting_timeout_ms=limits.waiting_timeout_ms,
             )
         )

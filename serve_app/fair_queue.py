@@ -33,6 +33,8 @@ class FairQueueSpec:
     policy: QueuePolicy
     max_queued_requests: int
     max_queued_per_tenant: int
+    max_queued_tokens: int
+    max_queued_tokens_per_tenant: int
     waiting_timeout_ms: float
 
 
@@ -70,6 +72,8 @@ class FairQueueActor:
             policy=spec.policy,
             max_queued_requests=spec.max_queued_requests,
             max_queued_per_tenant=spec.max_queued_per_tenant,
+            max_queued_tokens=spec.max_queued_tokens,
+            max_queued_tokens_per_tenant=spec.max_queued_tokens_per_tenant,
         )
         self._answers: dict[tuple[str, int], asyncio.Future[Grant | Refusal]] = {}
         self._engines: dict[str, float] = {}  # reporting engines and when they last did

@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from policies.fair_queue import QueuePolicy
 from serve_app.config_errors import ConfigError as ConfigError
 from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
 from tenancy.models import Tenant, check_unambiguous
@@ -35,7 +36,6 @@ GATEWAY_DEPLOYMENT = "Gateway"
 REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
 """Stands in for a `redis_url` that is null: Ray writes `args`, passwords included, into its log."""
 
-Policy = Literal["vtc", "fcfs"]
 EngineKind = Literal["auto", "native", "torch", "stub"]
 
 _DEMO_KEY = re.compile(r"eh_\w+_demo")
@@ -73,7 +73,7 @@ class SchedulerLimits:
     prefill_chunk_size: int
     kv_cache_utilization_limit: float
     waiting_timeout_ms: int
-    policy: Policy
+    policy: QueuePolicy
 
 
 class SchedulerSettings(_Settings):
@@ -85,7 +85,7 @@ class SchedulerSettings(_Settings):
     prefill_chunk_size: _Count | None = None
     kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
     waiting_timeout_ms: _Count | None = None
-    policy: Policy = "vtc"
+    policy: QueuePolicy = "vtc"
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
         """The limits on `device`. A small token budget costs little on a CPU, and bounds gaps."""
@@ -125,10 +125,12 @@ class ModelSettings(_Settings):
 
 
 class GatewaySettings(_Settings):
-    """Caps: requests waiting in a model's fair queue (in all, and of one tenant), bytes of a request body."""
+    """Caps: requests and prompt tokens that wait in a model's fair queue, in all and of one tenant; bytes of a body."""
 
     max_queued_requests: _Count = 1024
     max_queued_per_tenant: _Count = 512
+    max_queued_tokens: _Count = 8_000_000
+    max_queued_tokens_per_tenant: _Count = 4_000_000
     max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
 
 

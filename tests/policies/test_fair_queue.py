@@ -7,46 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from queue_building import granted, make_queue, report, ticket
 
-from policies.fair_queue import FairQueue, QueuePolicy
 from policies.service import ServicePrices
-from policies.tickets import EngineReport, Grant, Refusal, Ticket
-
-
-def make_queue(policy: QueuePolicy = "vtc", **changes: Any) -> FairQueue:
-    arguments = {"queue_epoch": 3, "max_queued_requests": 1000, "max_queued_per_tenant": 1000} | changes
-    return FairQueue(policy=policy, **arguments)
-
-
-def ticket(request: str, tenant: str = "a", **changes: Any) -> Ticket:
-    fields: dict[str, Any] = {"attempt": 0, "weight": 1.0, "input_tokens": 10, "predicted_output_tokens": 5}
-    return Ticket(request=request, tenant=tenant, **(fields | changes))
-
-
-def report(engine: str = "e0", **changes: Any) -> EngineReport:
-    fields: dict[str, Any] = {
-        "engine_epoch": 1,
-        "step": 0,
-        "served": {},
-        "outstanding": {},
-        "running": 0,
-        "waiting": 0,
-        "waiting_prefill_tokens": 0,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 100,
-        "free_pages": 1000,
-        "total_pages": 1000,
-        "page_size": 16,
-    }
-    return EngineReport(engine=engine, **(fields | changes))
-
-
-def granted(queue: FairQueue, now: float = 0.0) -> list[str]:
-    """Every request that can be granted now, in order."""
-    requests = []
-    while (grant := queue.next_grant(now)) is not None:
-        requests.append(grant.request)
-    return requests
+from policies.tickets import Grant, Refusal
 
 
 def test_grant_carries_epochs_attempt_and_queued_time_with_age() -> None:
@@ -110,6 +74,32 @@ def test_flood_shuts_nobody_out() -> None:
     assert flood("b") == 25
     assert flood("c") == 13
     assert queue.push(ticket("d0", "d"), 0.0) is None
+
+
+def test_tokens_are_capped_like_requests() -> None:
+    queue = make_queue(max_queued_tokens=1000, max_queued_tokens_per_tenant=600)
+
+    def flood(tenant: str) -> int:
+        outcomes = [queue.push(ticket(f"{tenant}{i}", tenant, input_tokens=20), 0.0) for i in range(50)]
+        assert all(
+            o.code == "queue_full" and "max_queued_tokens" in o.message for o in outcomes if o is not None
+        )
+        return outcomes.count(None)
+
+    assert flood("a") == 25, "half of all"
+    assert flood("b") == 13
+    refusal = queue.push(ticket("c0", "c", input_tokens=300), 0.0)
+    assert isinstance(refusal, Refusal) and "760 tokens are waiting" in refusal.message
+    assert queue.push(ticket("c1", "c", input_tokens=240), 0.0) is None
+    assert queue.push(ticket("d0", "d", input_tokens=1), 0.0) is not None
+
+
+def test_tenant_token_cap_names_itself() -> None:
+    queue = make_queue(max_queued_tokens=1000, max_queued_tokens_per_tenant=60)
+    assert queue.push(ticket("a0", input_tokens=50), 0.0) is None
+    refusal = queue.push(ticket("a1", input_tokens=11), 0.0)
+    assert isinstance(refusal, Refusal) and "max_queued_tokens_per_tenant" in refusal.message
+    assert queue.push(ticket("a2", input_tokens=10), 0.0) is None
 
 
 def test_total_cap_is_hard() -> None:

@@ -11,25 +11,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from policies.fair_queue import FairQueue
-from policies.tickets import EngineReport, Grant, Ticket
+from policies.fair_queue import QUEUE_POLICIES, FairQueue, QueuePolicy
+from policies.tickets import EngineReport, Grant, ServiceClass, Ticket
 
 TENANTS = st.sampled_from(["a", "b", "c"])
 ENGINES = st.sampled_from(["e0", "e1"])
 REQUESTS = st.integers(0, 14)
 MAX_QUEUED, MAX_PER_TENANT = 8, 4
+MAX_TOKENS, MAX_TENANT_TOKENS = 1500, 700
 
 
 class FairQueueMachine(RuleBasedStateMachine):
     """Model: which attempt of each request waits, which grants are in flight, what each engine has served."""
 
-    @initialize(policy=st.sampled_from(["vtc", "fcfs"]))
-    def start(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(QUEUE_POLICIES), window=st.sampled_from([0.0, 300.0]))
+    def start(self, policy: QueuePolicy, window: float) -> None:
         self.queue = FairQueue(
             queue_epoch=1,
-            policy=policy,  # type: ignore[arg-type]
+            policy=policy,
             max_queued_requests=MAX_QUEUED,
             max_queued_per_tenant=MAX_PER_TENANT,
+            max_queued_tokens=MAX_TOKENS,
+            max_queued_tokens_per_tenant=MAX_TENANT_TOKENS,
+            locality_window=window,
         )
         self.now = 100.0
         self.waiting: dict[str, Ticket] = {}
@@ -49,13 +53,35 @@ class FairQueueMachine(RuleBasedStateMachine):
         number=REQUESTS,
         attempt=st.integers(0, 2),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
-        tokens=st.integers(0, 300),
         sequences=st.integers(1, 3),
+        service_class=st.sampled_from(["interactive", "default", "batch"]),
+        deadline=st.none() | st.floats(-100.0, 9000.0),
         age=st.floats(0.0, 5000.0),
     )
-    def push(self, number: int, attempt: int, weight: float, tokens: int, sequences: int, age: float) -> None:
-        request, tenant = f"r{number}", "abc"[number % 3]
-        ticket = Ticket(request, attempt, tenant, weight, tokens, tokens // 3, sequences, age_ms=age)
+    def push(
+        self,
+        number: int,
+        attempt: int,
+        weight: float,
+        sequences: int,
+        service_class: ServiceClass,
+        deadline: float | None,
+        age: float,
+    ) -> None:
+        request, tenant, tokens = f"r{number}", "abc"[number % 3], number * 37 % 300
+        ticket = Ticket(
+            request,
+            attempt,
+            tenant,
+            weight,
+            tokens,
+            tokens // 3,
+            sequences,
+            service_class,
+            remaining_deadline_ms=deadline,
+            age_ms=age,
+            page_hashes=(number % 4, number % 5),
+        )
         known = self.waiting.get(request)
         known_attempt = known.attempt if known else -1
         if request in self.in_flight:
@@ -72,7 +98,15 @@ class FairQueueMachine(RuleBasedStateMachine):
         else:
             held = sum(t.tenant == tenant for t in self.waiting.values())
             assert refusal.code == "queue_full" and request not in self.waiting
-            assert held == MAX_PER_TENANT or held >= MAX_QUEUED - len(self.waiting)
+            own = sum(t.input_tokens for t in self.waiting.values() if t.tenant == tenant)
+            free = MAX_TOKENS - sum(t.input_tokens for t in self.waiting.values())
+            assert (
+                held == MAX_PER_TENANT
+                or held >= MAX_QUEUED - len(self.waiting)
+                or own + tokens > MAX_TENANT_TOKENS
+                or tokens > free
+                or own >= free
+            )
 
     @rule(number=REQUESTS, attempt=st.integers(0, 2))
     def withdraw(self, number: int, attempt: int) -> None:
@@ -173,6 +207,33 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.queue.forget_engine(engine)
         self.in_flight = {r: (g, t) for r, (g, t) in self.in_flight.items() if g.engine != engine}
 
+    @rule()
+    def succeed(self) -> None:
+        """The queue dies. Its successor gets the counters, and the gateways ask again for all that waits."""
+        old, state = self.queue, self.queue.export_state()
+        self.queue = FairQueue(
+            queue_epoch=1,
+            policy=old.policy,
+            max_queued_requests=MAX_QUEUED,
+            max_queued_per_tenant=MAX_PER_TENANT,
+            max_queued_tokens=MAX_TOKENS,
+            max_queued_tokens_per_tenant=MAX_TENANT_TOKENS,
+        )
+        self.queue.restore(state, self.now)
+        self.in_flight = {}
+        before = {tenant: seen.served for tenant, seen in old.snapshot().items()}
+        assert {tenant: seen.served for tenant, seen in self.queue.snapshot().items()} == before
+        places = {name: tenant.counter for name, tenant in old._accounts.tenants.items()}
+        asking, self.waiting = self.waiting, {}
+        for ticket in sorted(asking.values(), key=lambda ticket: -ticket.age_ms):
+            # A threshold may refuse what had got in earlier, in another order.
+            if self.queue.push(ticket, self.now) is None:
+                self.waiting[ticket.request] = ticket
+                key = (ticket.request, ticket.attempt)
+                self.pushes[key] += 1
+        for ticket in asking.values():
+            assert self.queue._accounts.tenants[ticket.tenant].counter == places[ticket.tenant]
+
     def deliver(self, engine: str, *args: Any) -> None:
         self.queue.observe_report(self.make_report(engine, *args))
         self.counted[engine, self.epochs[engine]] = dict(self.served[engine])
@@ -206,6 +267,12 @@ class FairQueueMachine(RuleBasedStateMachine):
             page_size=16,
             accepted=tuple(accepted),
             draining=draining,
+            live_sequences={"a": running // 2, "b": running - running // 2},
+            tenant_pages={"a": (100 - free) // 2},
+            tenant_prefill_tokens={"a": prefill},
+            remaining=((running, 100 - free),) * min(running, 1),
+            page_hashes_added=(self.steps[engine] % 5,),
+            page_hashes_removed=((self.steps[engine] + 2) % 5,),
         )
 
     @invariant()
@@ -233,17 +300,32 @@ class FairQueueMachine(RuleBasedStateMachine):
     @invariant()
     def every_ticket_stands_in_its_queue_once(self) -> None:
         queue = self.queue
-        assert set(queue._waiting) == {ticket.tenant for ticket in self.waiting.values()}
-        listed = [entry for tenant in queue._waiting.values() for entry in tenant.queue]
+        tenants = queue._accounts.tenants.values()
+        listed = [entry for tenant in tenants for lane in tenant.lanes.values() for entry in lane]
         assert sorted(e.ticket.request for e in listed) == sorted(self.waiting)
-        for tenant in queue._waiting.values():
-            assert tenant.queue == sorted(tenant.queue)
+        for tenant in tenants:
+            assert all(lane == sorted(lane) and lane for lane in tenant.lanes.values())
+            assert tenant.queued == sum(len(lane) for lane in tenant.lanes.values())
+        tokens = sum(ticket.input_tokens for ticket in self.waiting.values())
+        assert queue._queued_tokens == sum(tenant.queued_tokens for tenant in tenants) == tokens
+        assert tokens <= MAX_TOKENS
+        weight = sum(tenant.weight for tenant in tenants if tenant.queued)
+        assert math.isclose(queue._waiting_weight, weight, abs_tol=1e-6)
+
+    @invariant()
+    def the_order_offers_what_waits_and_each_ticket_once(self) -> None:
+        front = self.queue._order.front(self.now, 100)
+        assert len({entry.ticket.request for entry in front}) == len(front)
+        assert {entry.ticket.request for entry in front} <= self.waiting.keys()
+        if self.waiting and self.queue.policy != "rpm":
+            assert front and front[0] == self.queue._order.front(self.now, 1)[0]
 
     def teardown(self) -> None:
         """An engine that takes everything gets what waits: each request once, in its latest attempt."""
         if not hasattr(self, "queue"):
             return
         self.queue.forget_engine("e1")
+        self.now += 1e6  # past every rate limit
         self.steps["e0"] += 1
         report = self.make_report("e0")
         self.queue.observe_report(

@@ -70,8 +70,7 @@ def test_at_most_two_preemptions_are_asked_for_until_the_engine_answers() -> Non
     queue = make_queue(full({"a": SLOTS}))
     ask(queue, "b", 5)
     assert granted(queue) == ["b", "b"]
-    requests = [r for r in queue._in_flight]
-    accepted = tuple((request, 0) for request in requests)
+    accepted = tuple((request, 0) for request in queue._in_flight.of_engine("e0"))
     queue.observe_report(full({"a": SLOTS, "b": 2}, step=1, accepted=accepted))
     assert granted(queue) == ["b", "b"]
 
@@ -92,7 +91,7 @@ def test_weights_make_the_share() -> None:
     count = 0
     for step in range(1, 9):
         count += granted(queue, now=10.0 * step).count("b")
-        accepted = tuple((request, 0) for request in queue._in_flight)
+        accepted = tuple((request, 0) for request in queue._in_flight.of_engine("e0"))
         queue.observe_report(
             full({"a": SLOTS, "b": count}, step=step, accepted=accepted, outstanding={"a": 5000.0})
         )
@@ -147,6 +146,17 @@ def test_the_engine_with_most_to_give_is_chosen() -> None:
     ask(queue, "b", 1)
     grant = queue.next_grant(0.0)
     assert grant is not None and grant.engine == "e1"
+
+
+def test_a_tenant_over_its_share_is_passed_over_and_not_waited_for() -> None:
+    """The least served tenant holds its half of the slots, with requests that take long and cost little."""
+    queue = make_queue(full({"a": 5, "b": 3}, outstanding={"b": 50.0}))
+    ask(queue, "a", 1)
+    ask(queue, "b", 1)
+    assert granted(queue) == ["b"]
+    queue = make_queue(full({"a": 5, "b": 3}, outstanding={"b": 50.0}))
+    ask(queue, "a", 1)
+    assert granted(queue) == [], "and has no right to more"
 
 
 @pytest.mark.parametrize("draining", [True, False])

@@ -120,7 +120,7 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     ),
     (
         lambda d: model_of(d)["scheduler"].update(policy="lifo"),
-        f"{ARGS}.models[0].scheduler.policy: 'lifo' is not allowed; allowed: vtc, fcfs",
+        f"{ARGS}.models[0].scheduler.policy: 'lifo' is not allowed; allowed: vtc, fcfs, rpm, lcf, drr, dlpm",
     ),
     (
         lambda d: model_of(d).update(aliases=["smollm2-135m-instruct"]),
