@@ -52,6 +52,13 @@ def engine_report(
         step_estimate=control.estimate,
         decode_context=sum(s.computed for s in scheduler.running if s.pending == 1),
         peak_kv_tokens=estimate_peak_tokens(held, remaining),
+        remaining=tuple(
+            (
+                max(1, min(s.request.predicted_output_tokens, s.max_tokens) - s.output_tokens),
+                len(s.table.pages),
+            )
+            for s in scheduler.running
+        ),
     )
 
 

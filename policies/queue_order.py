@@ -113,9 +113,9 @@ class VtcOrder(QueueOrder):
         return ticket.service_class
 
     def rank(self, ticket: Ticket, arrival: float, now: float) -> float:
-        if ticket.remaining_deadline_ms is None:
-            return arrival + NO_DEADLINE_SECONDS
-        return now + ticket.remaining_deadline_ms / 1000.0
+        deadlines = (ticket.remaining_ttft_ms, ticket.remaining_deadline_ms)
+        first = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return arrival + NO_DEADLINE_SECONDS if first is None else now + first / 1000.0
 
     def arrive(self, tenant: TenantAccount, now: float) -> None:
         if not self._lift or now < tenant.keeps_place_until:

@@ -68,7 +68,9 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="Engine of every model; `stub` makes tokens without a model.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Queue order of every model: vtc, fcfs, rpm, lcf, drr or dlpm.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Queue order of every model: vtc, fcfs, rpm, lcf, drr or dlpm.")
+    ] = None,
 ) -> None:
     """Serve a config on this machine, in a Ray cluster of its own, until Ctrl-C."""
     from serve_app.launch import LaunchError, Overrides
