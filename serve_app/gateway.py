@@ -238,22 +238,26 @@ class GatewayApp:
     ) -> None:
         """Step 9, in the background: the client does not wait for it, and its leaving does not stop it."""
 
+        refused = error is not None and record.submitted_ms is None
+        outcome: Outcome
+        status, code = connection.status or 500, "internal_error"
+        if life is not None and life.complete and error is None:
+            outcome, status, code = "ok", 200, ""
+        elif gone:
+            outcome, status, code = "cancelled", connection.status or CLIENT_CLOSED_REQUEST, ""
+        elif error is not None:
+            outcome = "refused" if refused and error.status != 500 else "error"
+            status, code = connection.status or error.status, error.code
+        else:
+            outcome = "error"
+
         async def settle() -> None:
-            refused = error is not None and record.submitted_ms is None
             if life is not None:
                 try:
-                    await life.finish(used=not refused)
+                    await life.finish(outcome, used=not refused)
                 except Exception:
                     logger.exception("request %s could not be settled", record.request)
-            if life is not None and life.complete and error is None:
-                self.telemetry.end(record, "ok", 200)
-            elif gone:
-                self.telemetry.end(record, "cancelled", connection.status or CLIENT_CLOSED_REQUEST)
-            elif error is not None:
-                outcome: Outcome = "refused" if refused and error.status != 500 else "error"
-                self.telemetry.end(record, outcome, connection.status or error.status, error.code)
-            else:
-                self.telemetry.end(record, "error", connection.status or 500, "internal_error")
+            self.telemetry.end(record, outcome, status, code or None)
 
         self._spawn(settle())
 

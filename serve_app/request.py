@@ -24,17 +24,17 @@ from serve_app.api.responses import SSE_DONE, ApiFinishReason, Choice, Usage, ss
 from serve_app.channel import EngineChannel, EngineLostError, GrantVoidError, Mailbox
 from serve_app.connection import Connection
 from serve_app.pool import ModelPool, QueueGoneError
-from serve_app.telemetry.records import EngineTimings, RequestRecord
+from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
+from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
 from serve_app.text.text_stream import TextStream
 from tenancy.models import Tenant
-from tenancy.quota import Hold, QuotaRefusal, QuotaStore, QuotaUnavailable
+from tenancy.quota import Demand, Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 2
 """Times a request is given to an engine: once more when it was lost before a byte was sent."""
 
-RESERVE_ATTEMPTS = 2
 HEARTBEAT_SECONDS = 15.0
 _LAST_ROWS_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 0.05
@@ -124,37 +124,29 @@ class RequestLife:
         )
 
     async def reserve(self) -> None:
-        """Step 3. Raises ApiError 429 or 503; then nothing has been taken."""
-        outcome = await self._reserve()
-        self.record.reserved_ms = self.record.now_ms()
-        if outcome.rate is not None:
-            self.headers["x-ratelimit-limit-requests"] = str(outcome.rate.limit)
-            self.headers["x-ratelimit-remaining-requests"] = str(outcome.rate.remaining)
-            self.headers["x-ratelimit-reset-requests"] = f"{outcome.rate.reset_ms / 1000:g}s"
-        if isinstance(outcome, QuotaRefusal):
-            unit = (
-                "requests per minute"
-                if outcome.limit_name == "requests_per_minute"
-                else "concurrent requests"
+        """Step 3. Raises ApiError 400, 429 or 503; then nothing has been taken."""
+        self._parsed = fit_lengths(self._parsed, self._tenant, self._pool.model)
+        longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
+        demand = Demand(
+            request_id=self.record.request,
+            model=self._pool.model,
+            slots=len(self._sequences),
+            input_tokens=self.usage().prompt_tokens,
+            output_tokens=longest * len(self._sequences),
+        )
+        try:
+            outcome = await self._quota.reserve(
+                self._tenant, demand, key_id=self.record.key_fingerprint or ""
             )
+        except QuotaUnavailable:
             raise ApiError(
-                outcome.code,
-                f"This tenant's limit of {outcome.limit} {unit} has been reached.",
-                retry_after_ms=outcome.retry_after_ms,
-            )
+                "quota_store_unavailable", "The quota store does not answer. Try again shortly."
+            ) from None
+        self.record.reserved_ms = self.record.now_ms()
+        self.headers.update(rate_headers(outcome))
+        if isinstance(outcome, QuotaRefusal):
+            raise quota_error(outcome)
         self._hold = outcome
-
-    async def _reserve(self) -> Hold | QuotaRefusal:
-        """One hiccup of the store, or of this process, must not cost a request: ask twice.
-
-        What an unanswered reservation may have taken is given back by the store in the background.
-        """
-        for attempt in range(RESERVE_ATTEMPTS):
-            try:
-                return await self._quota.reserve(self._tenant, self.id, slots=len(self._sequences))
-            except QuotaUnavailable:
-                logger.info("request %s: the quota store gave no answer to attempt %d", self.id, attempt + 1)
-        raise ApiError("quota_store_unavailable", "The quota store does not answer. Try again shortly.")
 
     async def respond(self, connection: Connection) -> None:
         """Steps 4 to 8. The status line is withheld until the grant. Raises ApiError."""
@@ -320,27 +312,60 @@ class RequestLife:
 
     # Step 9 -----------------------------------------------------------------------------------------------------
 
-    async def finish(self, *, used: bool) -> None:
+    async def finish(self, outcome: Outcome, *, used: bool) -> None:
         """End the engine's work, settle what was used (or void the hold), and add the usage to the record."""
+        accounted = True
         if self._mailbox is not None and self._channel is not None:
             if not self.complete:
-                await self._stop_engine()
+                accounted = await self._stop_engine()
             self._channel.close(self._mailbox)
         if self.complete:
             for sequence in self._sequences:
                 self._pool.output_length.observe(self._tenant.id, sequence.output_tokens)
-        self.record.usage = RequestUsage(
+        record = self.record
+        record.usage = RequestUsage(
             computed_input=sum(s.usage.computed_input for s in self._sequences),
             cached_input=sum(s.usage.cached_input for s in self._sequences),
             output=sum(s.output_tokens for s in self._sequences),
         )
-        self.record.finish_reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
+        record.finish_reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
         hold, self._hold = self._hold, None
-        if hold is not None:
-            await (self._quota.settle(hold) if used else self._quota.void(hold))
+        if hold is None:
+            return
+        if not used:
+            await self._quota.void(hold)
+            return
+        record.billed = billed = self._billed(whole_prompts=outcome == "cancelled" and not accounted)
+        timings = {"queue": record.queue_ms, "first_token": record.first_token_ms, "total": record.now_ms()}
+        await self._quota.settle(
+            hold,
+            Used(
+                billed.prompt_tokens,
+                billed.cached_tokens,
+                billed.completion_tokens,
+                outcome,
+                {name: round(ms, 3) for name, ms in timings.items() if ms is not None},
+            ),
+        )
 
-    async def _stop_engine(self) -> None:
-        """Abort what is left and wait shortly for the last rows: they tell what was really computed."""
+    def _billed(self, *, whole_prompts: bool) -> Usage:
+        """What the tenant is charged: of a whole answer the usage it was told, else prompts as far as they were
+        processed and the tokens that were generated. `whole_prompts` where the engine could not say how far."""
+        usage = self.usage()
+        if self.complete:
+            return usage
+        n, prompt_tokens = self._parsed.n, 0
+        for first in range(0, len(self._sequences), n):
+            choices = self._sequences[first : first + n]
+            length = len(choices[0].prompt)
+            if not whole_prompts and not any(choice.output_tokens for choice in choices):
+                length = min(length, max(c.usage.computed_input + c.usage.cached_input for c in choices))
+            prompt_tokens += length
+        return Usage(prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, prompt_tokens))
+
+    async def _stop_engine(self) -> bool:
+        """Abort what is left and wait shortly for the last rows: they tell what was really computed. Whether all
+        of them came."""
         assert self._mailbox is not None and self._channel is not None
         self._channel.abort([(f"{self.id}/{s.index}", self._mailbox.attempt) for s in self._sequences])
         waiting = {s.index for s in self._sequences if s.finish_reason is None}
@@ -365,6 +390,7 @@ class RequestLife:
             pass
         if waiting:
             logger.info("request %s: the engine gave no account of what it computed", self.id)
+        return not waiting
 
     # Helpers ----------------------------------------------------------------------------------------------------
 

@@ -26,10 +26,12 @@ class QuotaUnavailable(Exception):
 
 
 class Script:
-    """A Lua script from `tenancy/lua`, with the SHA-1 that Redis knows it by."""
+    """A Lua script from `tenancy/lua`, with the SHA-1 that Redis knows it by. `library` is put in front."""
 
-    def __init__(self, name: str) -> None:
-        self.text = (Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    def __init__(self, name: str, library: str | None = None) -> None:
+        folder = Path(__file__).parent / "lua"
+        names = [name] if library is None else [library, name]
+        self.text = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in names)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -80,23 +82,6 @@ class GuardedRedis:
                 raise self._failed(error) from error
         self._failures = 0
         return reply
-
-    async def run_batch(
-        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int]]]
-    ) -> Any:
-        """The replies to one script with several (keys, args), in one round trip. Raises QuotaUnavailable."""
-        self._refuse_if_open()
-        async with self._turns:
-            self._refuse_if_open()
-            try:
-                pipeline = self._redis.pipeline(transaction=False)
-                for keys, args in calls:
-                    pipeline.eval(script.text, len(keys), *keys, *args)
-                replies = await pipeline.execute()
-            except (RedisError, OSError) as error:
-                raise self._failed(error) from error
-        self._failures = 0
-        return replies
 
     async def aclose(self) -> None:
         """Stop probing. The client stays open: it belongs to whoever made it."""

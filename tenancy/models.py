@@ -1,15 +1,34 @@
-"""Tenants and their limits, as the config file states them."""
+"""Tenants, their limits and prices, as the config file and the admin API state them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from tenancy.keys import MAX_KEY_CHARS, is_well_formed
 
+ServiceClass = Literal["interactive", "default", "batch"]
+OutagePolicy = Literal["closed", "open", "local_share"]
+LimitName = Literal[
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_concurrent_requests",
+    "tokens_per_day",
+    "tokens_per_month",
+    "cost_per_day",
+    "cost_per_month",
+]
+BUDGETS: tuple[LimitName, ...] = ("tokens_per_day", "tokens_per_month", "cost_per_day", "cost_per_month")
+
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
+_Tokens = Annotated[int, Field(ge=1, le=10**12)]
+_Cost = Annotated[
+    float, Field(gt=0, le=1_000_000, allow_inf_nan=False)
+]  # exact in Lua's doubles, in 1e-9 units
+_Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+TenantId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 
 class _Model(BaseModel):
@@ -18,39 +37,97 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
-class TenantLimits(_Model):
-    """Limits of one tenant; None is no limit.
+class TokenWeights(_Model):
+    """What a token counts against limits in tokens. A cached input token counts as input unless stated."""
 
-    `requests_burst` is how many requests may come at once (default: `requests_per_minute`). No window of
-    60 s ever sees more than requests_per_minute + requests_burst. `max_concurrent_requests` counts queued
-    and running sequences: each of n and each prompt of a list is one.
+    input: _Weight = 1.0
+    cached_input: _Weight | None = None
+    output: _Weight = 1.0
+
+
+class Limits(_Model):
+    """Limits of a tenant, of one of its models or classes, or of a key; None is no limit.
+
+    No 60 s ever see more than `requests_per_minute` or `tokens_per_minute`. `requests_burst` spreads the
+    requests out: no more than that many in 60 s * burst / limit. `max_concurrent_requests` counts queued and
+    running sequences: each of n and each prompt of a list is one. Days and months are UTC; `cost_*` is in
+    the currency of the price table. `max_input_tokens` and `max_output_tokens` bound one prompt and one
+    answer.
+
+    `on_outage` is what applies while Redis does not answer, for all limits here or by name: `closed` refuses
+    (the default), `open` admits, `local_share` admits the limit divided by the number of gateways. A budget
+    cannot be shared out, since what is left of it is known to Redis alone.
     """
 
     requests_per_minute: _Count | None = None
     requests_burst: _Count | None = None
+    tokens_per_minute: _Tokens | None = None
+    token_weights: TokenWeights = TokenWeights()
     max_concurrent_requests: _Count | None = None
+    max_input_tokens: _Count | None = None
+    max_output_tokens: _Count | None = None
+    tokens_per_day: _Tokens | None = None
+    tokens_per_month: _Tokens | None = None
+    cost_per_day: _Cost | None = None
+    cost_per_month: _Cost | None = None
+    on_outage: OutagePolicy | dict[LimitName, OutagePolicy] = "closed"
 
     @model_validator(mode="after")
-    def _burst_needs_rate(self) -> TenantLimits:
+    def _consistent(self) -> Limits:
         if self.requests_burst is not None and self.requests_per_minute is None:
             raise ValueError("requests_burst is set without requests_per_minute")
+        for name in BUDGETS:
+            if getattr(self, name) is not None and self.outage_policy(name) == "local_share":
+                raise ValueError(f"on_outage of {name} cannot be local_share; allowed: closed, open")
         return self
+
+    def outage_policy(self, name: LimitName) -> OutagePolicy:
+        """What applies to this limit while Redis does not answer."""
+        if isinstance(self.on_outage, str):
+            return self.on_outage
+        return self.on_outage.get(name, "closed")
+
+    @property
+    def has_cost_budget(self) -> bool:
+        """Whether the use of a model without a price would escape a limit."""
+        return self.cost_per_day is not None or self.cost_per_month is not None
+
+
+class Price(_Model):
+    """Price of a model, per million tokens. A cached input token costs what input costs unless stated."""
+
+    input: _Cost | Literal[0] = 0
+    cached_input: _Cost | Literal[0] | None = None
+    output: _Cost | Literal[0] = 0
+
+    def nano(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
+        """Price of one request in 1e-9 of the currency, rounded up; `cached_tokens` are among the input."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        pico = (
+            (input_tokens - cached_tokens) * round(self.input * 1e6)
+            + cached_tokens * round(cached * 1e6)
+            + output_tokens * round(self.output * 1e6)
+        )
+        return -(-pico // 1000)
 
 
 class Tenant(_Model):
     """One tenant. `models` None allows every model. `demo` marks keys that everybody knows.
 
-    `api_keys` is filled in the config only: the directory keeps hashes and hands out tenants without keys.
-    A disabled tenant's keys are treated as unknown.
+    A request must fit `limits`, those of its model and those of its class. `api_keys` is filled in the
+    config only: the directory keeps hashes and hands out tenants without keys. A disabled tenant's keys are
+    treated as unknown.
     """
 
-    id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+    id: TenantId
     name: Annotated[str, Field(max_length=200)] | None = None
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     enabled: bool = True
     demo: bool = False
     models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    limits: TenantLimits = TenantLimits()
+    limits: Limits = Limits()
+    model_limits: dict[str, Limits] = {}
+    class_limits: dict[ServiceClass, Limits] = {}
     api_keys: Annotated[tuple[SecretStr, ...], Field(strict=False, repr=False)] = ()
 
     @field_validator("api_keys")
@@ -67,6 +144,10 @@ class Tenant(_Model):
     def may_use(self, model: str) -> bool:
         """Whether the tenant may use the model with this id."""
         return self.models is None or model in self.models
+
+    def all_limits(self) -> list[Limits]:
+        """Every block of limits of the tenant."""
+        return [self.limits, *self.model_limits.values(), *self.class_limits.values()]
 
 
 def check_unambiguous(tenants: Iterable[Tenant]) -> None:

@@ -1,34 +1,54 @@
-"""Reservations against a tenant's limits, in Redis: all or nothing, exact under concurrency.
+"""Reservations against limits, in Redis: all or nothing, exact under concurrency, gone with a dead gateway.
 
-Rates are GCRA over Redis `TIME`, concurrency is a set of leases. All keys of a tenant share the hash tag
-{tenant} and all expire by themselves, so that a gateway that dies leaves nothing behind for longer than a
-lease.
+Rates are logs of the last minute, concurrency and budgets counts; `tenancy/lua/lib.lua` says how they are
+kept. All keys of a tenant share the hash tag {tenant}. Time is Redis `TIME` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from redis.asyncio import Redis
 
 from tenancy.guarded_redis import GuardedRedis, QuotaUnavailable, Script
-from tenancy.models import Tenant
+from tenancy.limits import Check, Demand, Used, applicable, checks, estimate_price
+from tenancy.models import LimitName, Limits, Price, Tenant
+from tenancy.outage import Outage
+from tenancy.presence import Presence
 
-__all__ = ["Hold", "QuotaRefusal", "QuotaStore", "QuotaUnavailable", "RequestRate"]
+__all__ = ["PREFIX", "Demand", "Hold", "QuotaRefusal", "QuotaStore", "QuotaUnavailable", "Rate", "Used"]
 
-_WINDOW_US = 60_000_000
+logger = logging.getLogger(__name__)
+
+PREFIX = "eh:v2"
+"""Of every key. The number is that of the layout: it changes with what is kept."""
+
+RESERVE_ATTEMPTS = 2
+_DONE_MS = 900_000
 _OWED_RETRY_S = 0.2
-_OWED_FOR_S = 60.0
+_OWED_FOR_S = 600.0
+
+RefusalCode = Literal[
+    "rate_limit_exceeded", "tokens_limit_exceeded", "concurrency_limit_exceeded", "budget_exceeded"
+]
+_CODES: dict[str, RefusalCode] = {
+    "r": "rate_limit_exceeded",
+    "t": "tokens_limit_exceeded",
+    "c": "concurrency_limit_exceeded",
+    "b": "budget_exceeded",
+}
 
 
 @dataclass(frozen=True)
-class RequestRate:
-    """State of requests_per_minute after a call, for headers. `reset_ms`: until all of it is there again."""
+class Rate:
+    """State of a limit per minute after a call, for headers. `reset_ms`: until all of it is there again."""
 
     limit: int
     remaining: int
@@ -39,27 +59,34 @@ class RequestRate:
 class Hold:
     """What one request has reserved. End it once, with `settle` or `void`; renew it while the request lives.
 
-    `rate_work_us` is the rate's part (units times emission interval, us), `slots` the concurrency's (0: no
-    such limit).
+    `requests` and `tokens` are the limits per minute with the least left. `local`: admitted during an
+    outage, so Redis does not know of it yet.
     """
 
     id: str
-    request_id: str
     tenant: str
-    rate_work_us: int
-    slots: int
-    rate: RequestRate | None
+    key_id: str
+    demand: Demand
+    checks: Sequence[Check]
+    amounts: Sequence[int]
+    price: Price | None
+    requests: Rate | None = None
+    tokens: Rate | None = None
+    local: bool = False
 
 
 @dataclass(frozen=True)
 class QuotaRefusal:
-    """Nothing was reserved. `retry_after_ms`: exact for the rate, a guess for slots, None for never."""
+    """Nothing was reserved. `retry_after_ms` is exact for rates and budgets, a guess for slots, None for
+    never. `scope` says whose limit it is, such as "tenant"."""
 
-    code: Literal["rate_limit_exceeded", "concurrency_limit_exceeded"]
-    limit_name: Literal["requests_per_minute", "max_concurrent_requests"]
+    code: RefusalCode
+    limit_name: LimitName
+    scope: str
     limit: int
     retry_after_ms: int | None
-    rate: RequestRate | None
+    requests: Rate | None = None
+    tokens: Rate | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +95,7 @@ class _Owed:
 
     script: Script
     hold: Hold
+    args: list[str | int]
     since: float
 
 
@@ -76,27 +104,30 @@ class QuotaStore:
 
     Callers may be cancelled at any await and need no shield. A `reserve` that was cancelled or got no answer
     may have been applied all the same, so the store voids it in the background; a `settle` or `void` that
-    was cut short is sent again until Redis confirms it, for 60 s. By then the lease has lapsed.
+    was cut short is sent again until Redis confirms it, for ten minutes.
     """
 
     def __init__(
         self,
         redis: Redis,
-        prefix: str = "eh:v1",
+        prefix: str = PREFIX,
         *,
+        prices: Mapping[str, Price] | None = None,
         lease_ms: int = 30_000,
         probe_interval_s: float = 1.0,
     ) -> None:
+        self.prices: Mapping[str, Price] = prices or {}
         self._prefix = prefix
-        self._lease_ms = lease_ms
+        self._lease_us = lease_ms * 1000
         self._redis = GuardedRedis(redis, f"{prefix}:probe", probe_interval_s=probe_interval_s)
-        self._reserve, self._settle, self._void, self._renew = map(
-            Script, ("reserve", "settle", "void", "renew")
+        self._reserve, self._settle, self._void, self._renew = (
+            Script(name, "lib") for name in ("reserve", "settle", "void", "renew")
         )
+        self._outage = Outage()
+        self._presence = Presence(self._redis, prefix)
         self._owed: dict[str, _Owed] = {}
         self._repaying: asyncio.Task[None] | None = None
-        self._renewal = asyncio.Lock()
-        self._ended_during_renewal: set[str] = set()
+        self._settled: set[str] = set()
 
     @property
     def healthy(self) -> bool:
@@ -104,115 +135,174 @@ class QuotaStore:
         same."""
         return self._redis.healthy
 
+    @property
+    def admitted_in_outages(self) -> int:
+        """Requests admitted without Redis, by the policies of their limits."""
+        return self._outage.admitted
+
+    @property
+    def owed(self) -> int:
+        """Endings that Redis has not confirmed yet."""
+        return len(self._owed)
+
+    def take_settled_tenants(self) -> set[str]:
+        """Tenants with new ledger rows since the last call."""
+        settled, self._settled = self._settled, set()
+        return settled
+
+    def start(self) -> None:
+        """Be counted among the gateways, which `local_share` needs. Call it on the loop; ends with
+        `aclose`."""
+        self._presence.start()
+
     async def reserve(
-        self, tenant: Tenant, request_id: str, *, requests: int = 1, slots: int = 1
+        self, tenant: Tenant, demand: Demand, *, key_id: str = "", key_limits: Limits | None = None
     ) -> Hold | QuotaRefusal:
-        """Take `requests` rate units and `slots` concurrency leases, or nothing at all.
+        """Take what `demand` asks for from every limit that applies, or nothing at all.
 
-        A tenant without limits needs no Redis. Raises QuotaUnavailable, within the client's socket timeouts.
+        Where no limit applies, Redis is not asked. Redis is asked twice; if it stays silent, each limit's
+        outage policy decides. Raises QuotaUnavailable, within the client's socket timeouts.
         """
-        if requests < 1 or slots < 1:
-            raise ValueError("requests and slots must be at least 1")
-        limits = tenant.limits
-        per_minute, concurrent = limits.requests_per_minute, limits.max_concurrent_requests
-        # Rounded up, so that the rate is never above the limit.
-        emission_us = 0 if per_minute is None else -(-_WINDOW_US // per_minute)
-        hold_id, work_us = uuid.uuid4().hex, requests * emission_us
-        leased = 0 if concurrent is None else slots
-        if per_minute is None and concurrent is None:
-            return Hold(hold_id, request_id, tenant.id, 0, 0, None)
+        price = self.prices.get(demand.model)
+        found = checks(applicable(tenant, demand.model, demand.service_class, key_id, key_limits))
+        nano = estimate_price(demand, price)
+        amounts = [check.reserve_amount(demand, nano) for check in found]
+        if not found:
+            return Hold(uuid.uuid4().hex, tenant.id, key_id, demand, (), (), price, local=True)
+        for attempt in range(RESERVE_ATTEMPTS):
+            hold = Hold(uuid.uuid4().hex, tenant.id, key_id, demand, found, amounts, price)
+            try:
+                return await self._try(hold)
+            except QuotaUnavailable:
+                logger.info("reservation %s: no answer to attempt %d", demand.request_id, attempt + 1)
+        return self._admit_locally(hold)
 
-        burst = limits.requests_burst or per_minute or 0
-        args: list[str | int] = [
-            hold_id,
-            emission_us,
-            burst,
-            requests,
-            -1 if concurrent is None else concurrent,
-            leased,
-        ]
-        try:
-            status, remaining, reset_us, retry_us = await self._redis.run(
-                self._reserve, self._keys(tenant.id, hold_id), [*args, self._lease_ms * 1000]
-            )
-        except (QuotaUnavailable, asyncio.CancelledError) as error:
-            if not isinstance(error, QuotaUnavailable) or error.maybe_applied:
-                self._owe(self._void, Hold(hold_id, request_id, tenant.id, work_us, leased, None))
-            raise
-
-        rate = None if per_minute is None else RequestRate(per_minute, remaining, _ceil_ms(reset_us))
-        retry_ms = None if retry_us < 0 else _ceil_ms(retry_us)
-        if status == 1:
-            assert per_minute is not None
-            return QuotaRefusal("rate_limit_exceeded", "requests_per_minute", per_minute, retry_ms, rate)
-        if status == 2:
-            assert concurrent is not None
-            return QuotaRefusal(
-                "concurrency_limit_exceeded", "max_concurrent_requests", concurrent, retry_ms, rate
-            )
-        if status != 0:
-            raise QuotaUnavailable("the reservation was withdrawn before it was made", maybe_applied=False)
-        return Hold(hold_id, request_id, tenant.id, work_us, leased, rate)
-
-    async def settle(self, hold: Hold) -> None:
-        """End a hold whose request has run: slots are free at once, rate units stay spent.
+    async def settle(self, hold: Hold, used: Used) -> None:
+        """End a hold with what its request has used, and write its ledger row, once.
 
         Never raises QuotaUnavailable. Without effect on a hold that has ended.
         """
-        await self._end(self._settle, hold)
+        price = 0
+        if hold.price is not None:
+            price = hold.price.nano(used.input_tokens, used.cached_tokens, used.output_tokens)
+        args: list[str | int] = [hold.id, _row(hold, used, price), _DONE_MS, "new" if hold.local else ""]
+        args += [hold.demand.model, used.input_tokens, used.cached_tokens, used.output_tokens, price]
+        for check in hold.checks:
+            args += [check.kind, check.field, check.amount(used, hold.demand.slots, price)]
+        await self._end(self._settle, hold, args)
 
     async def void(self, hold: Hold) -> None:
-        """End a hold whose request was refused later on: slots are free, and the rate gets back all of the
-        hold that time has not used up by itself.
+        """End a hold whose request was refused later on: every limit gets back what the hold still occupies.
 
         Never raises QuotaUnavailable. Without effect on a hold that has ended.
         """
-        await self._end(self._void, hold)
+        if hold.local:
+            self._release(hold)
+        else:
+            await self._end(self._void, hold, [hold.id, _DONE_MS])
 
     async def renew(self, live_holds: Iterable[Hold]) -> int:
         """Renew the leases of the requests in the caller's live table; every third of a lease is a good pace.
 
-        One round trip. A lease that lapsed while its request went on (a frozen Redis, one restarted empty)
-        is taken again even above the limit, for the request does run: new ones are refused until the count
-        is back below it. Returns how many holds that were. Raises QuotaUnavailable.
+        A hold that lapsed while its request went on (a frozen Redis, one restarted empty) is taken again
+        even above the limit, for the request does run: new ones are refused until the count is back below
+        it. Returns how many holds that were. Raises QuotaUnavailable.
         """
-        async with self._renewal:
-            self._ended_during_renewal.clear()
-            live = {hold.id: hold for hold in live_holds if hold.slots}
-            lapsed = await self._renew_all(live.values(), again=False)
-            # A hold that was settled since then has no lease either, and must not get one.
-            gone = [live[id] for id in lapsed if id not in self._ended_during_renewal]
-            await self._renew_all(gone, again=True)
-            return len(gone)
+        live = {hold.id: hold for hold in live_holds if hold.checks}
+        by_tenant: dict[str, list[str | int]] = {}
+        for hold in live.values():
+            by_tenant.setdefault(hold.tenant, [self._lease_us]).append(hold.id)
+        replies = await asyncio.gather(
+            *(self._redis.run(self._renew, self._keys(tenant, "-"), ids) for tenant, ids in by_tenant.items())
+        )
+        gone = [live[id.decode()] for reply in replies for id in reply]
+        # One that was settled in the meantime is marked as done, and is not taken again.
+        taken = await asyncio.gather(*(self._take_again(hold) for hold in gone))
+        return sum(taken)
+
+    async def sweep(self, tenant: str) -> None:
+        """Drop the lapsed holds of a tenant that sends nothing itself. Raises QuotaUnavailable."""
+        await self._redis.run(self._renew, self._keys(tenant, "-"), [self._lease_us])
 
     async def aclose(self) -> None:
         """Stop the background work. What is still owed lapses with its lease."""
         if self._repaying is not None:
             self._repaying.cancel()
             await asyncio.gather(self._repaying, return_exceptions=True)
+        for owed in self._owed.values():
+            logger.error("usage that Redis never confirmed: %s", owed.args[1])
+        await self._presence.aclose()
         await self._redis.aclose()
 
-    async def _end(self, script: Script, hold: Hold) -> None:
-        if hold.id in self._owed or not (hold.rate_work_us or hold.slots):
-            return
-        if self._renewal.locked():
-            self._ended_during_renewal.add(hold.id)
+    async def _try(self, hold: Hold) -> Hold | QuotaRefusal:
         try:
-            await self._send_ending(script, hold, withdraw=False)
+            reply = await self._redis.run(
+                self._reserve, self._keys(hold.tenant, hold.id), self._reserve_args(hold, "")
+            )
+        except (QuotaUnavailable, asyncio.CancelledError) as error:
+            if not isinstance(error, QuotaUnavailable) or error.maybe_applied:
+                self._owe(self._void, hold, [hold.id, _DONE_MS])
+            raise
+        status, refused, retry_us, *rates = reply
+        if status == 2:
+            raise QuotaUnavailable("the reservation was withdrawn before it was made", maybe_applied=False)
+        requests, tokens = _rates(hold.checks, rates)
+        if status == 0:
+            return replace(hold, requests=requests, tokens=tokens)
+        check = hold.checks[refused - 1]
+        retry_ms = None if retry_us < 0 else _ceil_ms(retry_us)
+        return QuotaRefusal(
+            _CODES[check.kind], check.name, check.scope, check.limit, retry_ms, requests, tokens
+        )
+
+    async def _take_again(self, hold: Hold) -> bool:
+        args = self._reserve_args(hold, "new" if hold.local else "again")
+        reply = await self._redis.run(self._reserve, self._keys(hold.tenant, hold.id), args)
+        return bool(reply[0] == 0)
+
+    def _admit_locally(self, hold: Hold) -> Hold | QuotaRefusal:
+        self._outage.gateways = self._presence.count
+        refused = self._outage.admit(hold.tenant, hold.checks, hold.amounts)
+        if refused is None:
+            # Under an id of its own: the reservations that got no answer are withdrawn under theirs.
+            return replace(hold, id=uuid.uuid4().hex, local=True)
+        index, wait_s = refused
+        check = hold.checks[index]
+        if check.outage == "closed" or wait_s < 0:
+            raise QuotaUnavailable("the quota store does not answer", maybe_applied=False)
+        return QuotaRefusal(
+            _CODES[check.kind], check.name, check.scope, check.limit, max(1, round(wait_s * 1000))
+        )
+
+    def _release(self, hold: Hold) -> None:
+        if hold.local:
+            self._outage.release(hold.tenant, hold.checks, hold.amounts)
+
+    def _reserve_args(self, hold: Hold, mode: str) -> list[str | int]:
+        args: list[str | int] = [hold.id, self._lease_us, _row(hold, Used(outcome="lapsed"), 0), mode]
+        for check, amount in zip(hold.checks, hold.amounts, strict=True):
+            args += [check.kind, check.field, amount, check.limit, check.burst, check.burst_span_us]
+        return args
+
+    async def _end(self, script: Script, hold: Hold, args: list[str | int]) -> None:
+        if hold.id in self._owed:
+            return
+        self._release(hold)
+        try:
+            await self._send_ending(script, hold, args)
         except QuotaUnavailable:
-            self._owe(script, hold)
+            self._owe(script, hold, args)
         except asyncio.CancelledError:
-            self._owe(script, hold)
+            self._owe(script, hold, args)
             raise
 
-    async def _send_ending(self, script: Script, hold: Hold, *, withdraw: bool) -> None:
-        args: list[str | int] = [hold.id, hold.slots]
-        if script is self._void:
-            args = [hold.id, hold.rate_work_us, hold.slots, self._lease_ms if withdraw else 0]
+    async def _send_ending(self, script: Script, hold: Hold, args: list[str | int]) -> None:
         await self._redis.run(script, self._keys(hold.tenant, hold.id), args)
+        if script is self._settle:
+            self._settled.add(hold.tenant)
 
-    def _owe(self, script: Script, hold: Hold) -> None:
-        self._owed.setdefault(hold.id, _Owed(script, hold, time.monotonic()))
+    def _owe(self, script: Script, hold: Hold, args: list[str | int]) -> None:
+        self._owed.setdefault(hold.id, _Owed(script, hold, args, time.monotonic()))
         if self._repaying is None or self._repaying.done():
             self._repaying = asyncio.create_task(self._repay())
 
@@ -220,30 +310,50 @@ class QuotaStore:
         while self._owed:
             hold_id, owed = next(iter(self._owed.items()))
             try:
-                await self._send_ending(owed.script, owed.hold, withdraw=True)
+                await self._send_ending(owed.script, owed.hold, owed.args)
             except QuotaUnavailable:
                 if time.monotonic() - owed.since < _OWED_FOR_S:
                     await asyncio.sleep(_OWED_RETRY_S)
                     continue
+                if owed.script is self._settle:
+                    logger.error("usage that Redis never confirmed: %s", owed.args[1])
             del self._owed[hold_id]
 
-    async def _renew_all(self, holds: Iterable[Hold], *, again: bool) -> list[str]:
-        by_tenant: dict[str, list[str | int]] = {}
-        for hold in holds:
-            by_tenant.setdefault(hold.tenant, [self._lease_ms * 1000, int(again)]).extend(
-                (hold.id, hold.slots)
-            )
-        if not by_tenant:
-            return []
-        calls = [([self._key(tenant, "slots")], args) for tenant, args in by_tenant.items()]
-        replies = await self._redis.run_batch(self._renew, calls)
-        return [id.decode() for reply in replies for id in reply]
-
     def _keys(self, tenant: str, hold_id: str) -> list[str]:
-        return [self._key(tenant, name) for name in ("rpm", "open", "slots", f"withdrawn:{hold_id}")]
+        base = f"{self._prefix}:{{{tenant}}}:"
+        return [
+            f"{base}done:{hold_id}",
+            *(base + name for name in ("leases", "holds", "windows", "counts", "ledger", "usage")),
+        ]
 
-    def _key(self, tenant: str, name: str) -> str:
-        return f"{self._prefix}:{{{tenant}}}:{name}"
+
+def _row(hold: Hold, used: Used, price: int) -> str:
+    demand = hold.demand
+    row = {
+        "request": demand.request_id,
+        "tenant": hold.tenant,
+        "key": hold.key_id,
+        "model": demand.model,
+        "class": demand.service_class,
+        "outcome": used.outcome,
+        "input_tokens": used.input_tokens,
+        "cached_tokens": used.cached_tokens,
+        "output_tokens": used.output_tokens,
+        "price_nano": price,
+        "timings": used.timings or {},
+    }
+    return json.dumps(row, separators=(",", ":"))
+
+
+def _rates(found: Sequence[Check], states: list[int]) -> tuple[Rate | None, Rate | None]:
+    """Of limits on requests and on tokens, the one with the least left."""
+    least: dict[str, Rate] = {}
+    rated = [check for check in found if check.kind in ("r", "t")]
+    for check, remaining, reset_us in zip(rated, states[::2], states[1::2], strict=True):
+        rate = Rate(check.limit, remaining, _ceil_ms(reset_us))
+        if check.kind not in least or rate.remaining < least[check.kind].remaining:
+            least[check.kind] = rate
+    return least.get("r"), least.get("t")
 
 
 def _ceil_ms(us: int) -> int:

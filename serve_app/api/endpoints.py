@@ -23,6 +23,8 @@ class ParsedRequest:
     n: int
     stream: bool
     builder: ResponseBuilder
+    max_tokens_given: bool = True
+    """Whether the client set the limit itself."""
 
     @property
     def max_tokens(self) -> int:
@@ -78,4 +80,5 @@ def _parse(
         seed=body.seed,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
     )
-    return ParsedRequest(prompts, sampling, body.stop, body.n, body.stream, builder)
+    given = limit_field in body.model_fields_set and asked is not None
+    return ParsedRequest(prompts, sampling, body.stop, body.n, body.stream, builder, given)

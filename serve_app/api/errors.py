@@ -50,7 +50,7 @@ class ApiError(Exception):
 
     `code` is one of the table above and decides status and type; an unknown one is a ValueError. `param`
     names a field of the request, never its value. `retry_after_ms` is sent with every 429 and 503 (1 s when
-    not known). `trace_id` goes into the body of a 500.
+    not known). `trace_id` goes into the body of a 500. `should_retry` False: the same request can never succeed.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ApiError(Exception):
         retry_after_ms: float | None = None,
         status: int | None = None,
         trace_id: str | None = None,
+        should_retry: bool | None = None,
     ) -> None:
         if code not in _CODES:
             raise ValueError(f"unknown error code {code!r}")
@@ -72,6 +73,7 @@ class ApiError(Exception):
         self.status = status or _CODES[code][0]
         self.type = _CODES[code][1]
         self.trace_id = trace_id
+        self._should_retry = should_retry
         if retry_after_ms is None and self.status in _RETRY_STATUSES:
             retry_after_ms = _DEFAULT_RETRY_MS
         self.retry_after_ms = retry_after_ms
@@ -79,7 +81,7 @@ class ApiError(Exception):
     @property
     def should_retry(self) -> bool | None:
         """False where a retry cannot help; None leaves it to the client's own rule for the status."""
-        return False if self.code in _RETRY_CANNOT_HELP else None
+        return False if self.code in _RETRY_CANNOT_HELP else self._should_retry
 
     def to_body(self) -> dict[str, Any]:
         """The OpenAI error object."""

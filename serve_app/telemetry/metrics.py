@@ -92,6 +92,12 @@ class GatewayMetrics:
             ("tenant", "kind"),
             registry=registry,
         )
+        self._billed = Counter(
+            "billed_tokens",
+            "Tokens charged, each prompt once: input (cached included), cached_input, output. As in the ledger.",
+            ("tenant", "kind"),
+            registry=registry,
+        )
         self._queue_wait = Histogram(
             "queue_wait_seconds",
             "Time in the fair queue, until the grant or until the request left without one.",
@@ -143,6 +149,14 @@ class GatewayMetrics:
         ):
             if tokens:
                 self._tokens.labels(tenant, kind).inc(tokens)
+        if record.billed is not None:
+            for kind, tokens in (
+                ("input", record.billed.prompt_tokens),
+                ("cached_input", record.billed.cached_tokens),
+                ("output", record.billed.completion_tokens),
+            ):
+                if tokens:
+                    self._billed.labels(tenant, kind).inc(tokens)
         for histogram, value_ms in (
             (self._queue_wait, record.queue_ms),
             (self._first_token, record.first_token_ms),
@@ -164,6 +178,7 @@ class GatewayMetrics:
                 self._refusals,
                 self._cancelled,
                 self._tokens,
+                self._billed,
                 self._queue_wait,
                 self._first_token,
                 self._per_token,

@@ -12,6 +12,7 @@ from typing import Literal
 
 from engine_actor.request import RequestTimings, RequestUsage
 from engine_actor.stats import Histogram
+from serve_app.api.responses import Usage
 
 Outcome = Literal["ok", "cancelled", "error", "refused"]
 """refused: turned away before an engine took it. error: taken and not kept. cancelled: left by the client."""
@@ -92,6 +93,8 @@ class RequestRecord:
     usage: RequestUsage = field(default_factory=RequestUsage)
     inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS_S))
     """Gaps between tokens of the same sequence, in seconds."""
+    billed: Usage | None = None
+    """What the tenant is charged for: each prompt once, however many answers it has."""
 
     outcome: Outcome | None = None
     status: int | None = None

@@ -1,26 +1,16 @@
--- Renew the leases of holds of one tenant.
+-- Renew the leases of live holds, and drop those that nobody renews.
 --
--- KEYS  1 slots: zset hold id:n -> lease expiry, microseconds
--- ARGV  1 lease us   2 1: take a lapsed lease again; 0: report it   then pairs: hold id, slots
--- Returns the ids of holds with a lapsed lease that was not renewed.
-local lease, again = tonumber(ARGV[1]), ARGV[2] == '1'
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
-local function int(number) return string.format('%.0f', number) end
-
-local lapsed = {}
-for i = 3, #ARGV, 2 do
-  local whole = true
-  for n = 1, tonumber(ARGV[i + 1]) do
-    local member = ARGV[i] .. ':' .. n
-    local expiry = redis.call('ZSCORE', KEYS[1], member)
-    if again or (expiry and tonumber(expiry) > now) then
-      redis.call('ZADD', KEYS[1], int(now + lease), member)
-    else
-      whole = false
-    end
+-- ARGV  1 lease us   then hold ids
+-- Returns the ids that have no lease any more.
+local lease, gone = tonumber(ARGV[1]), {}
+for i = 2, #ARGV do
+  local expiry = redis.call('ZSCORE', KEYS[2], ARGV[i])
+  if expiry and tonumber(expiry) > now then
+    redis.call('ZADD', KEYS[2], int(now + lease), ARGV[i])
+  else
+    gone[#gone + 1] = ARGV[i]
   end
-  if not whole then lapsed[#lapsed + 1] = ARGV[i] end
 end
-redis.call('PEXPIRE', KEYS[1], int(math.ceil(lease / 1000) + 1000))
-return lapsed
+drop_lapsed()
+flush()
+return gone

@@ -1,63 +1,79 @@
--- Check every limit of a tenant, then take from all of them or from none.
+-- Check every limit, then take from all of them or from none.
 --
--- KEYS  1 rate: theoretical arrival time (TAT), microseconds
---       2 open: zset hold id -> when the work of that hold ends in the order of arrival, microseconds
---       3 slots: zset hold id:n -> lease expiry, microseconds
---       4 withdrawn: there if this hold was voided before this call arrived
--- ARGV  1 hold id   2 emission interval us (0: no rate limit)   3 burst, units   4 units
---       5 slot limit (-1: none)   6 slots   7 lease us
--- Returns {status, remaining units, us until the rate is full again, us until the next try (-1: never)}
---   status 0 reserved, 1 over the rate, 2 no free slot, 3 withdrawn
---
--- The rate is GCRA (ITU-T I.371 annex A): with emission interval T and burst B, TAT - now never passes B*T.
--- Numbers pass through string.format: Lua's own conversion keeps 14 digits only.
-local id, emission, burst, units = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local slot_limit, slots, lease = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+-- ARGV  1 hold id   2 lease us   3 row to write if the hold lapses
+--       4 '' to check; 'again' to take without checking, for a request that runs already; 'new' the same for one that
+--         no limit has seen yet
+--       then per limit: kind, field, amount, limit, burst (0: none), span of the burst in us
+-- Returns {status, limit, us until the next try (-1: never), then for each r and t: remaining, us until all is there}
+--   status 0 reserved, 1 refused by that limit (1 is the first), 2 the hold has ended already
+local id, lease, row, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
-local function int(number) return string.format('%.0f', number) end
+if redis.call('EXISTS', KEYS[1]) == 1 then return {2, 0, -1} end
+drop_lapsed()
 
-if redis.call('EXISTS', KEYS[4]) == 1 then return {3, 0, 0, -1} end
-
--- Bounded: what is left over is not counted below either, and goes next time.
-for _, key in ipairs({KEYS[2], KEYS[3]}) do
-  local lapsed = redis.call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 200)
-  if #lapsed > 0 then redis.call('ZREM', key, unpack(lapsed)) end
+local fields = {[4] = {}, [5] = {}}
+for i = 5, #ARGV, 6 do
+  local key = (ARGV[i] == 'r' or ARGV[i] == 't') and 4 or 5
+  if cache[key][ARGV[i + 1]] == nil then table.insert(fields[key], ARGV[i + 1]) end
 end
+preload(4, fields[4])
+preload(5, fields[5])
 
-local capacity = burst * emission
-local tat, after = now, now
-local function reply(status, level, retry)
-  local remaining = emission > 0 and math.floor((capacity - (level - now)) / emission) or 0
-  return {status, remaining, level - now, retry}
-end
-
-if emission > 0 then
-  -- The upper clamp: a limit just lowered, or a clock that stepped back, locks nobody out for longer than a burst.
-  tat = math.max(now, math.min(tonumber(redis.call('GET', KEYS[1]) or now), now + capacity))
-  after = tat + units * emission
-  if after - now > capacity then
-    return reply(1, tat, units > burst and -1 or after - now - capacity)
-  end
-end
-
-if slot_limit >= 0 then
-  local live = redis.call('ZCOUNT', KEYS[3], '(' .. int(now), '+inf')
-  if live + slots > slot_limit then
+local refused, retry, rates = 0, 0, {}
+for i = 5, #ARGV, 6 do
+  local kind, field, amount, limit = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+  local wait = 0
+  if kind == 'r' or kind == 't' then
+    local log, burst = window(field), tonumber(ARGV[i + 4])
+    local left, reset = nil, #log > 0 and log[#log - 1] + WINDOW - now or 0
+    left, wait = room(log, amount, limit, WINDOW)
+    if burst > 0 then
+      local burst_left, burst_wait = room(log, amount, burst, tonumber(ARGV[i + 5]))
+      left = math.min(left, burst_left)
+      if wait >= 0 then wait = burst_wait < 0 and -1 or math.max(wait, burst_wait) end
+    end
+    if mode == '' then
+      rates[#rates + 1] = left
+      rates[#rates + 1] = reset
+    end
+  elseif kind == 'c' then
     -- When a slot comes free nobody can know: a second is a fair time to ask again.
-    return reply(2, tat, slots > slot_limit and -1 or 1000000)
+    if count(field) + amount > limit then wait = amount > limit and -1 or 1000000 end
+  else
+    local state = budget(field)
+    local _, ends = period(field)
+    if state[2] + state[3] + amount > limit then wait = amount > limit and -1 or ends - now end
+  end
+  -- Named is the limit that takes longest to give way.
+  if wait ~= 0 and retry >= 0 and (wait < 0 or wait > retry) then
+    refused, retry = (i - 5) / 6 + 1, wait
   end
 end
+if refused > 0 and mode == '' then
+  flush()
+  return {1, refused, retry, unpack(rates)}
+end
 
-if emission > 0 then
-  local ttl = int(math.ceil((after - now) / 1000) + 60000)
-  redis.call('SET', KEYS[1], int(after), 'PX', ttl)
-  redis.call('ZADD', KEYS[2], int(after), id)
-  redis.call('PEXPIRE', KEYS[2], ttl)
+local hold, n = {now, row}, 0
+for i = 5, #ARGV, 6 do
+  local kind, field, amount = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
+  if kind == 'c' then add_count(field, amount)
+  elseif kind == 'b' then add_budget(field, period(field), amount, 0)
+  elseif kind == 't' or mode ~= 'again' then append(field, amount) end
+  if kind == 'r' or kind == 't' then
+    if mode == '' then
+      rates[2 * n + 1] = math.max(0, rates[2 * n + 1] - amount)
+      rates[2 * n + 2] = WINDOW
+    end
+    n = n + 1
+  end
+  hold[#hold + 1] = kind
+  hold[#hold + 1] = field
+  hold[#hold + 1] = amount
 end
-if slot_limit >= 0 then
-  for n = 1, slots do redis.call('ZADD', KEYS[3], int(now + lease), id .. ':' .. n) end
-  redis.call('PEXPIRE', KEYS[3], int(math.ceil(lease / 1000) + 1000))
-end
-return reply(0, after, 0)
+redis.call('HSET', KEYS[3], id, cmsgpack.pack(hold))
+redis.call('ZADD', KEYS[2], int(now + lease), id)
+redis.call('PEXPIRE', KEYS[3], int(KEEP_MS))
+redis.call('PEXPIRE', KEYS[2], int(KEEP_MS))
+flush()
+return {0, 0, 0, unpack(rates)}

@@ -233,7 +233,7 @@ class Server:
         """Concurrency slots of a tenant that are taken, as Redis has them."""
         settings = self.redis_settings()
         with redis.Redis(port=int(settings["port"]), password=settings["requirepass"]) as client:
-            return int(client.zcard(f"eh:v1:{{{tenant}}}:slots"))
+            return int(client.hget(f"eh:v2:{{{tenant}}}:counts", "tenant/max_concurrent_requests") or 0)
 
     def redis_settings(self) -> dict[str, str]:
         """What the embedded Redis was started with."""

@@ -190,7 +190,7 @@ def test_unknown_path(stub: Any, path: str) -> None:
 
 
 def test_sixth_request_of_limited_waits(stub: Any) -> None:
-    """5 requests a minute: one comes back every 12 s."""
+    """5 requests a minute: all at once, and each comes back a minute after it was used."""
     begin = time.monotonic()
     with stub.openai("limited") as client:
         for left in (4, 3, 2, 1, 0):
@@ -210,7 +210,7 @@ def test_sixth_request_of_limited_waits(stub: Any) -> None:
             waits.append(int(headers["retry-after-ms"]))
             assert int(headers["retry-after"]) == math.ceil(waits[-1] / 1000)
     elapsed_ms = (time.monotonic() - begin) * 1000
-    assert 12_000 - elapsed_ms - 1 <= waits[0] <= 12_000
+    assert 60_000 - elapsed_ms - 1 <= waits[0] <= 60_000
     assert waits[1] <= waits[0], "a refusal costs nothing"
     with stub.openai("alpha") as client:
         client.chat.completions.create(model=stub.model, messages=HELLO, max_tokens=1)

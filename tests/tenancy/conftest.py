@@ -5,21 +5,48 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
 from tenancy.embedded_redis import EmbeddedRedis
-from tenancy.models import Tenant, TenantLimits
-from tenancy.quota import QuotaStore
+from tenancy.models import Limits, Tenant
+from tenancy.quota import PREFIX, Demand, Hold, QuotaRefusal, QuotaStore
 from tenancy.redis import connect
 
 PATIENT = "?socket_timeout=10&socket_connect_timeout=10"
 
 
-def tenant(id: str = "alpha", **limits: int) -> Tenant:
-    return Tenant(id=id, limits=TenantLimits(**limits))
+def tenant(id: str = "alpha", **limits: Any) -> Tenant:
+    return Tenant(id=id, limits=Limits.model_validate(limits))
+
+
+def demand(**fields: Any) -> Demand:
+    return Demand(**{"request_id": "r", "model": "m", **fields})
+
+
+async def take(store: QuotaStore, who: Tenant, **fields: Any) -> Hold:
+    hold = await store.reserve(who, demand(**fields))
+    assert isinstance(hold, Hold), hold
+    return hold
+
+
+async def refused(store: QuotaStore, who: Tenant, **fields: Any) -> QuotaRefusal:
+    refusal = await store.reserve(who, demand(**fields))
+    assert isinstance(refusal, QuotaRefusal), refusal
+    return refusal
+
+
+async def usage(redis: Redis, id: str = "alpha", model: str = "m") -> dict[str, int]:
+    """What the usage counters of a tenant and model sum up to."""
+    sums: dict[str, int] = {}
+    for field, value in (await redis.hgetall(f"{PREFIX}:{{{id}}}:usage")).items():
+        parts = field.decode().split("|")
+        if len(parts) == 3 and parts[1] == model:
+            sums[parts[2]] = sums.get(parts[2], 0) + int(value)
+    return sums
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], within_s: float = 15.0) -> None:
@@ -33,8 +60,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]], within_s: float =
 class ClockedStore(QuotaStore):
     """The store with its real scripts, except that `TIME` is a key the test sets."""
 
-    def __init__(self, redis: Redis) -> None:
-        super().__init__(redis)
+    def __init__(self, redis: Redis, **options: Any) -> None:
+        super().__init__(redis, **options)
         self.redis = redis
         self.now_us = 0
         for script in (self._reserve, self._settle, self._void, self._renew):

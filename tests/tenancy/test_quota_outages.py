@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from conftest import PATIENT, eventually, tenant
+from conftest import PATIENT, demand, eventually, take, tenant
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tenancy.embedded_redis import EmbeddedRedis, _free_port, find_server
-from tenancy.quota import Hold, QuotaRefusal, QuotaStore, QuotaUnavailable
+from tenancy.models import Tenant
+from tenancy.quota import Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 from tenancy.redis import connect
 
 pytestmark = pytest.mark.asyncio
@@ -89,12 +90,12 @@ async def ready(url: str) -> None:
 
 async def works(store: QuotaStore) -> bool:
     try:
-        return isinstance(await store.reserve(tenant("probe", requests_per_minute=1_000_000), "r"), Hold)
+        return isinstance(await store.reserve(tenant("probe", requests_per_minute=1_000_000), demand()), Hold)
     except QuotaUnavailable:
         return False
 
 
-async def test_E06_a_frozen_server_costs_a_bound_and_gives_everything_back(
+async def test_e06_a_frozen_server_costs_a_bound_and_gives_everything_back(
     frozen_later: tuple[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     url, pid = frozen_later
@@ -102,19 +103,19 @@ async def test_E06_a_frozen_server_costs_a_bound_and_gives_everything_back(
     store = QuotaStore(client, probe_interval_s=0.1)
     who = tenant(requests_per_minute=500, requests_burst=100, max_concurrent_requests=5)
     caplog.set_level(logging.INFO, "tenancy")
-    live = await store.reserve(who, "before")
+    live = await store.reserve(who, demand())
     assert isinstance(live, Hold) and store.healthy
 
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
-    calls = (store.reserve(who, f"r{i}") for i in range(3000))
+    calls = (store.reserve(who, demand(request_id=f"r{i}")) for i in range(3000))
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(answer, QuotaUnavailable) for answer in answers)
     assert not store.healthy
     for _ in range(1000):  # an open breaker asks nobody
         with pytest.raises(QuotaUnavailable):
-            await store.reserve(who, "r")
-    await store.settle(live)  # never raises, and is made good later
+            await store.reserve(who, demand())
+    await store.settle(live, Used(1))  # never raises, and is made good later
     assert time.monotonic() - started < 5, "one connect and one read timeout, not one per call"
 
     os.kill(pid, signal.SIGCONT)
@@ -125,9 +126,9 @@ async def test_E06_a_frozen_server_costs_a_bound_and_gives_everything_back(
     await eventually(recovered)
 
     async def all_slots_free() -> bool:
-        answer = await store.reserve(who, "after", slots=5)
+        answer = await store.reserve(who, demand(slots=5))
         if isinstance(answer, Hold):
-            await store.settle(answer)
+            await store.settle(answer, Used(1))
         return isinstance(answer, Hold)
 
     # The server has run what its sockets held: that must be withdrawn long before the leases lapse.
@@ -139,12 +140,12 @@ async def test_E06_a_frozen_server_costs_a_bound_and_gives_everything_back(
     await client.aclose()
 
 
-async def test_E06_refused_at_start_then_there(plain: PlainServer) -> None:
+async def test_e06_refused_at_start_then_there(plain: PlainServer) -> None:
     client = connect(plain.url)
     store = QuotaStore(client, probe_interval_s=0.1)
     for _ in range(4):
         with pytest.raises(QuotaUnavailable):
-            await store.reserve(tenant(requests_per_minute=5), "r")
+            await store.reserve(tenant(requests_per_minute=5), demand())
     assert not store.healthy
     plain.start()
 
@@ -157,7 +158,7 @@ async def test_E06_refused_at_start_then_there(plain: PlainServer) -> None:
     await client.aclose()
 
 
-async def test_E08_script_flush_under_load_is_invisible(redis_url: str, redis: Redis) -> None:
+async def test_e08_script_flush_under_load_is_invisible(redis_url: str, redis: Redis) -> None:
     client = connect(redis_url + PATIENT)
     store = QuotaStore(client)
     who = tenant(requests_per_minute=1_000_000, max_concurrent_requests=1000)
@@ -168,36 +169,36 @@ async def test_E08_script_flush_under_load_is_invisible(redis_url: str, redis: R
 
     async def traffic() -> None:
         for _ in range(40):
-            hold = await store.reserve(who, "r")
+            hold = await store.reserve(who, demand())
             assert isinstance(hold, Hold)
             await store.renew([hold])
-            await store.settle(hold)
+            await store.settle(hold, Used(1))
 
     await asyncio.gather(flush(), *(traffic() for _ in range(8)))
-    hold = await store.reserve(who, "r", slots=1000)
+    hold = await store.reserve(who, demand(slots=1000))
     assert isinstance(hold, Hold), "every slot is back"
     await client.aclose()
 
 
-async def test_E08_a_restart_with_nothing_kept_is_survived(plain: PlainServer) -> None:
+async def test_e08_a_restart_with_nothing_kept_is_survived(plain: PlainServer) -> None:
     plain.start()
     await ready(plain.url)
     client = connect(plain.url + PATIENT)
     store = QuotaStore(client, probe_interval_s=0.1)
     who = tenant(max_concurrent_requests=2)
-    live = [await store.reserve(who, "r") for _ in range(2)]
+    live = [await store.reserve(who, demand()) for _ in range(2)]
     plain.kill()
     plain.start()
     await ready(plain.url)
     # Counters begin anew; running requests are counted again from the next renewal on.
-    assert isinstance(await store.reserve(who, "r"), Hold)
+    assert isinstance(await store.reserve(who, demand()), Hold)
     assert await store.renew([hold for hold in live if isinstance(hold, Hold)]) == 2
-    assert isinstance(await store.reserve(who, "r"), QuotaRefusal)
+    assert isinstance(await store.reserve(who, demand()), QuotaRefusal)
     await store.aclose()
     await client.aclose()
 
 
-async def test_E07_without_the_script_command_limits_hold(redis_url: str, redis: Redis) -> None:
+async def test_e07_without_the_script_command_limits_hold(redis_url: str, redis: Redis) -> None:
     await redis.acl_setuser(
         "noscript", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-script"], reset=True
     )
@@ -207,12 +208,12 @@ async def test_E07_without_the_script_command_limits_hold(redis_url: str, redis:
     )
     store = QuotaStore(client)
     who = tenant(max_concurrent_requests=3)
-    answers = [await store.reserve(who, "r") for _ in range(6)]
+    answers = [await store.reserve(who, demand()) for _ in range(6)]
     assert [isinstance(answer, Hold) for answer in answers] == [True] * 3 + [False] * 3
     await client.aclose()
 
 
-async def test_E07_without_eval_nothing_is_let_through(redis_url: str, redis: Redis) -> None:
+async def test_e07_without_eval_nothing_is_let_through(redis_url: str, redis: Redis) -> None:
     await redis.acl_setuser(
         "noeval",
         enabled=True,
@@ -227,7 +228,7 @@ async def test_E07_without_eval_nothing_is_let_through(redis_url: str, redis: Re
     store = QuotaStore(client, probe_interval_s=0.05)
     for _ in range(3):
         with pytest.raises(QuotaUnavailable) as error:
-            await store.reserve(tenant(max_concurrent_requests=3), "r")
+            await store.reserve(tenant(max_concurrent_requests=3), demand())
         assert "pw" not in str(error.value)
     assert not store.healthy
     await redis.acl_setuser("noeval", commands=["+eval", "+evalsha"])
@@ -242,3 +243,96 @@ async def test_E07_without_eval_nothing_is_let_through(redis_url: str, redis: Re
 
 def _password(url: str) -> str:
     return url.split(":", 2)[2].split("@")[0]
+
+
+async def outage(urls: list[str]) -> list[QuotaStore]:
+    """Gateways that have learnt of each other and then lose Redis."""
+    stores = [QuotaStore(connect(url + PATIENT), probe_interval_s=30) for url in urls]
+    for _ in range(2):
+        for store in stores:
+            await store._presence.beat()
+    return stores
+
+
+async def test_e07_each_limit_follows_its_own_policy_and_gateways_share_one_limit(
+    plain: PlainServer,
+) -> None:
+    plain.start()
+    await ready(plain.url)
+    stores = await outage([plain.url] * 3)
+    shared = tenant("shared", requests_per_minute=20, on_outage="local_share")
+    slots = tenant("slots", max_concurrent_requests=7, on_outage="local_share")
+    closed = tenant("closed", requests_per_minute=20)
+    opened = tenant("open", requests_per_minute=2, tokens_per_day=5, on_outage="open")
+    mixed = tenant(
+        "mixed", requests_per_minute=30, tokens_per_day=5, on_outage={"requests_per_minute": "local_share"}
+    )
+    small = tenant("small", requests_per_minute=2, on_outage="local_share")
+    before = await take(stores[0], slots)
+    plain.kill()
+
+    async def admitted(who: Tenant, tries: int) -> int:
+        answers = [await store.reserve(who, demand(input_tokens=3)) for _ in range(tries) for store in stores]
+        return sum(isinstance(answer, Hold) for answer in answers)
+
+    assert await admitted(shared, 12) == 18, "6 on each of 3 gateways"
+    assert await admitted(slots, 4) == 6
+    assert await admitted(opened, 10) == 30
+    refusal = await stores[0].reserve(shared, demand())
+    assert isinstance(refusal, QuotaRefusal) and refusal.code == "rate_limit_exceeded"
+    assert refusal.retry_after_ms is not None and 0 < refusal.retry_after_ms <= 60_000
+    for who in (closed, mixed, small):  # a budget is closed by default; a third of 2 is nothing
+        with pytest.raises(QuotaUnavailable):
+            await stores[1].reserve(who, demand(input_tokens=3))
+    assert stores[0].admitted_in_outages == 6 + 2 + 10
+    assert [store.healthy for store in stores] == [False] * 3
+    await stores[0].settle(before, Used(1))
+    for store in stores:
+        await store.aclose()
+
+
+async def test_e07_a_gateway_that_never_learnt_of_the_others_takes_no_share(plain: PlainServer) -> None:
+    store = QuotaStore(connect(plain.url))
+    with pytest.raises(QuotaUnavailable):
+        await store.reserve(tenant(requests_per_minute=20, on_outage="local_share"), demand())
+    await store.aclose()
+
+
+async def test_e07_what_was_admitted_in_an_outage_counts_after_it(plain: PlainServer) -> None:
+    plain.start()
+    await ready(plain.url)
+    [store] = await outage([plain.url])
+    store._redis._probe_interval_s = 0.05
+    who = tenant(
+        requests_per_minute=5, max_concurrent_requests=4, tokens_per_day=100,
+        on_outage={"requests_per_minute": "local_share", "max_concurrent_requests": "local_share",
+                   "tokens_per_day": "open"},
+    )  # fmt: skip
+    plain.kill()
+    ended, live = [await take(store, who, input_tokens=9) for _ in range(2)]
+    assert ended.local and live.local
+    await store.settle(ended, Used(40))
+    assert store.owed >= 1
+    plain.start()
+
+    async def settled() -> bool:
+        return store.owed == 0 and store.healthy
+
+    await eventually(settled)
+    assert await store.renew([live]) == 1, "a running request takes its place in Redis"
+    hold = await take(store, who, input_tokens=1)
+    assert hold.requests is not None and hold.requests.remaining == 2
+    assert isinstance(await store.reserve(who, demand(input_tokens=60)), QuotaRefusal)
+    await store.settle(live, Used(50))
+    assert isinstance(await store.reserve(who, demand(input_tokens=10)), QuotaRefusal)
+    await store.aclose()
+
+
+async def test_gateways_that_end_are_counted_no_more(redis_url: str, redis: Redis) -> None:
+    one, two = await outage([redis_url] * 2)
+    assert (one._presence.count, two._presence.count) == (2, 2)
+    two.start()
+    await two.aclose()
+    await one._presence.beat()
+    assert one._presence.count == 1
+    await one.aclose()
