@@ -26,6 +26,7 @@ from serve_app.telemetry.metrics import GatewayMetrics
 from serve_app.telemetry.tracing import TracingConfig, build_tracing
 from serve_app.text.model_text import ModelText, load_model_text, stub_model_text
 from tenancy.directory import TenantDirectory
+from tenancy.models import Price
 from tenancy.quota import QuotaStore
 from tenancy.redis import connect
 from tenancy.secret_file import load_or_create_secret
@@ -78,8 +79,9 @@ class Gateway:
             },
             version=version("evenhand"),
         )
+        self._prices: dict[str, Price] = {}
         if self._redis_url is not None:
-            self._gateway.quota = QuotaStore(connect(self._redis_url))
+            self._gateway.quota = self._quota_store(self._redis_url)
         else:
             self._watch = asyncio.create_task(self._watch_redis())
 
@@ -92,6 +94,9 @@ class Gateway:
         settings = parse_user_config(user_config)
         tenants = settings.tenants
         refuse_demo_keys(tenants, http_host())
+        self._prices = settings.prices
+        if self._gateway.quota is not None:
+            self._gateway.quota.prices = self._prices
         self._gateway.directory.update(tenants)
         key = settings.metrics_key
         self._gateway.metrics_key = None if key is None else key.get_secret_value()
@@ -103,6 +108,11 @@ class Gateway:
     async def __del__(self) -> None:
         await self._gateway.close()
 
+    def _quota_store(self, url: str) -> QuotaStore:
+        store = QuotaStore(connect(url), prices=self._prices)
+        store.start()
+        return store
+
     async def _watch_redis(self) -> None:
         """Follow the embedded Redis: a new replica of it listens somewhere else."""
         assert self._redis is not None
@@ -111,7 +121,7 @@ class Gateway:
                 url = await self._redis.url.remote()
                 if url != self._redis_url:
                     self._redis_url, old = url, self._gateway.quota
-                    self._gateway.quota = QuotaStore(connect(url))
+                    self._gateway.quota = self._quota_store(url)
                     if old is not None:
                         await old.aclose()
             except ray.exceptions.RayError as error:

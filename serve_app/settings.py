@@ -29,7 +29,7 @@ from pydantic import (
 from policies.fair_queue import QueuePolicy
 from serve_app.config_errors import ConfigError as ConfigError
 from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
-from tenancy.models import Tenant, check_unambiguous
+from tenancy.models import Price, Tenant, check_unambiguous, unpriced_model
 
 APP_IMPORT_PATH = "serve_app.app:build"
 GATEWAY_DEPLOYMENT = "Gateway"
@@ -194,10 +194,12 @@ class AppSettings(_Settings):
 class UserConfig(_Settings):
     """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set.
 
-    `metrics_key` opens /metrics; None opens it to nobody. It is here and not in `args`, which Ray writes to its logs.
+    `prices` are per million tokens, by model id. `metrics_key` opens /metrics; None opens it to nobody. It is
+    here and not in `args`, which Ray writes to its logs.
     """
 
     tenants: list[Tenant] = []
+    prices: dict[str, Price] = {}
     metrics_key: Annotated[SecretStr, Field(min_length=16)] | None = None
 
     @field_validator("tenants")
@@ -308,6 +310,11 @@ def check_document(document: Any, name: str) -> ServeConfig:
             raise ConfigError(f"{name}: {format_path(where)}: only {GATEWAY_DEPLOYMENT} takes a user_config")
         user_config = parse_user_config(raw, where, name)
 
+    try:
+        check_models(user_config, [model.id for model in settings.models])
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
     host, port = schema.http_options.host, schema.http_options.port
     if not 1 <= port <= 65535:
         raise ConfigError(f"{name}: http_options.port: {port} is not allowed; allowed: 1 to 65535")
@@ -316,6 +323,22 @@ def check_document(document: Any, name: str) -> ServeConfig:
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     return ServeConfig(name, document, ours[0], settings, user_config, host, port)
+
+
+def check_models(user_config: UserConfig, models: list[str]) -> None:
+    """Raise ValueError where prices or limits are for a model that is not served, or a price is missing."""
+    places = {"prices": list(user_config.prices)}
+    for tenant in user_config.tenants:
+        places[f"model_limits of tenant {tenant.id!r}"] = list(tenant.model_limits)
+    for what, named in places.items():
+        for model in named:
+            if model not in models:
+                raise ValueError(f"{what}: {model!r} is not a model id; allowed: {', '.join(models)}")
+    for tenant in user_config.tenants:
+        if (unpriced := unpriced_model(tenant, models, user_config.prices)) is not None:
+            raise ValueError(
+                f"tenant {tenant.id!r} has a budget in cost, and prices has no {unpriced!r}; give it a price"
+            )
 
 
 _M = TypeVar("_M", bound=BaseModel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -145,10 +145,6 @@ class Tenant(_Model):
         """Whether the tenant may use the model with this id."""
         return self.models is None or model in self.models
 
-    def all_limits(self) -> list[Limits]:
-        """Every block of limits of the tenant."""
-        return [self.limits, *self.model_limits.values(), *self.class_limits.values()]
-
 
 def check_unambiguous(tenants: Iterable[Tenant]) -> None:
     """Raise ValueError, without naming a key, when two tenants share an id or a key."""
@@ -165,6 +161,16 @@ def check_unambiguous(tenants: Iterable[Tenant]) -> None:
                     f"api_keys[{index}] of tenant {tenant.id!r} is also a key of tenant {owner!r}; "
                     "a key belongs to one tenant"
                 )
+
+
+def unpriced_model(tenant: Tenant, models: Iterable[str], prices: Mapping[str, Price]) -> str | None:
+    """A model whose use would escape a budget in cost of this tenant, if there is one."""
+    everywhere = any(limits.has_cost_budget for limits in (tenant.limits, *tenant.class_limits.values()))
+    for model in models:
+        own = tenant.model_limits.get(model)
+        if model not in prices and (everywhere or (own is not None and own.has_cost_budget)):
+            return model
+    return None
 
 
 def has_demo_keys(tenants: Iterable[Tenant]) -> bool:

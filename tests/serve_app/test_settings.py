@@ -359,3 +359,31 @@ def test_scheduler_defaults_by_device(device: Any, seqs: int, tokens: int, timeo
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prices": {"gpt-4": {"input": 1.0}}}, "prices: 'gpt-4' is not a model id; allowed: smollm2"),
+        (
+            {"tenants": [{"id": "a", "model_limits": {"x": {}}}]},
+            "model_limits of tenant 'a': 'x' is not a model id",
+        ),
+        (
+            {"tenants": [{"id": "a", "limits": {"cost_per_day": 1.5}}]},
+            "tenant 'a' has a budget in cost, and prices has no 'smollm2",
+        ),
+        (
+            {"tenants": [{"id": "a", "limits": {"tokens_per_day": 9, "on_outage": "local_share"}}]},
+            "on_outage of tokens_per_day cannot be local_share; allowed: closed, open",
+        ),
+    ],
+)
+def test_prices_and_limits_fit_the_models(
+    shipped: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    document = copy.deepcopy(shipped)
+    gateway_of(document)["user_config"].update(change)
+    with pytest.raises(ConfigError) as error:
+        check_document(document, "config.yaml")
+    assert message in str(error.value)

@@ -1,0 +1,121 @@
+"""What a tenant is charged, as headers, counters, ledger and the usage sent tell it, on the real system."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Any) -> Any:
+    """A stub server with tenants that have every kind of limit."""
+
+    def tenants(config: dict[str, Any]) -> None:
+        user_config = config["applications"][0]["deployments"][0]["user_config"]
+        model = config["applications"][0]["args"]["models"][0]["id"]
+        user_config["prices"] = {model: {"input": 1.0, "output": 2.0}}
+        user_config["tenants"] += [
+            {
+                "id": "paying",
+                "api_keys": ["eh_paying_test"],
+                "limits": {"tokens_per_minute": 100_000, "tokens_per_day": 1_000_000, "cost_per_month": 5},
+            },
+            {"id": "poor", "api_keys": ["eh_poor_test"], "limits": {"tokens_per_day": 60}},
+            {
+                "id": "short",
+                "api_keys": ["eh_short_test"],
+                "limits": {"max_input_tokens": 60, "max_output_tokens": 7},
+            },
+        ]
+
+    with start_server("--engine", "stub", change=tenants) as server:
+        yield server
+
+
+def counters(server: Any, tenant: str) -> dict[str, int]:
+    settings = server.redis_settings()
+    with redis.Redis(port=int(settings["port"]), password=settings["requirepass"]) as client:
+        found = client.hgetall(f"eh:v2:{{{tenant}}}:usage")
+    return {k.decode().split("|")[2]: int(v) for k, v in found.items() if k.count(b"|") == 2}
+
+
+def test_e04_what_is_charged_is_what_was_used(server: Any) -> None:
+    """Whole, streamed, of several choices, and cancelled in the middle: counters and the usage sent agree."""
+    prompt = output = 0
+    with server.openai("paying") as client:
+        raw = client.chat.completions.with_raw_response.create(
+            model=server.model, messages=MESSAGES, max_tokens=20
+        )
+        assert raw.headers["x-ratelimit-limit-tokens"] == "100000"
+        assert 99_000 < int(raw.headers["x-ratelimit-remaining-tokens"]) < 100_000
+        whole = raw.parse().usage
+        several = client.chat.completions.create(
+            model=server.model, messages=MESSAGES, max_tokens=10, n=3
+        ).usage
+        *_, last = client.chat.completions.create(
+            model=server.model,
+            messages=MESSAGES,
+            max_tokens=15,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for usage in (whole, several, last.usage):
+            prompt += usage.prompt_tokens
+            output += usage.completion_tokens
+        server.wait_until(lambda: counters(server, "paying").get("requests") == 3, 5)
+        found = counters(server, "paying")
+        assert (found["input"], found["output"]) == (prompt, output)
+        assert found["price"] == 1000 * (prompt + 2 * output)
+
+        stream = client.chat.completions.create(
+            model=server.model, messages=MESSAGES, max_tokens=4000, stream=True
+        )
+        seen = 0
+        for chunk in stream:
+            seen += bool(chunk.choices and chunk.choices[0].delta.content)
+            if seen == 5:
+                break
+        stream.close()
+    server.wait_until(lambda: counters(server, "paying").get("requests") == 4, 10)
+    found = counters(server, "paying")
+    assert found["input"] == prompt + whole.prompt_tokens
+    assert 5 <= found["output"] - output < 1000, "what was generated, not what was asked for"
+    for kind, total in (("input", found["input"]), ("output", found["output"])):
+        assert server.metric("billed_tokens_total", tenant="paying", kind=kind) == total
+
+
+def test_a_budget_ends_and_says_so(server: Any) -> None:
+    with server.openai("poor", max_retries=2) as client:
+        used = 0
+        with pytest.raises(openai.RateLimitError) as refused:
+            for _ in range(40):
+                answer = client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=4)
+                used += answer.usage.total_tokens
+    assert 0 < used <= 60
+    response = refused.value.response
+    assert (refused.value.code, refused.value.type) == ("budget_exceeded", "insufficient_quota")
+    assert response.headers["x-should-retry"] == "false"
+    assert "60 tokens per day" in refused.value.message
+
+
+def test_lengths_of_a_tenant(server: Any) -> None:
+    def post(**body: Any) -> httpx.Response:
+        with server.http("short") as client:
+            return client.post("/v1/chat/completions", json={"model": server.model, **body})
+
+    answer = post(messages=MESSAGES)
+    assert answer.json()["usage"]["completion_tokens"] == 7, answer.text
+    answer = post(messages=MESSAGES, max_tokens=8)
+    assert answer.status_code == 400 and "at most 7 tokens" in answer.json()["error"]["message"]
+    answer = post(messages=[{"role": "user", "content": "Hello " * 60}])
+    assert answer.status_code == 400 and "at most 60 tokens" in answer.json()["error"]["message"]
+    assert json.loads(answer.text)["error"]["code"] == "invalid_request"
