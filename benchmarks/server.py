@@ -42,7 +42,7 @@ def running_server(config: dict[str, Any]) -> Iterator[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
+                [str(Path(sys.executable).with_name("evenhand")), "serve", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -78,6 +79,10 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._to_bytes = token_to_bytes(backend.decoder)
         self._bytes: dict[int, bytes] = {}
+
+    def save(self, path: Path) -> None:
+        """Write the vocabulary with its rules as tokenizer.json."""
+        self._backend.save(str(path))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of ordinary text: the spelling of a control token is text like any other. No BOS."""

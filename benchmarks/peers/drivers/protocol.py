@@ -1,0 +1,36 @@
+"""What a driver says to the comparison: JSON lines. Standard library alone, because it runs in other environments.
+
+A driver loads its engine, writes {"ready": true, "engine": NAME, "detail": TEXT}, and then answers each line
+{"requests": [{"ids": [...], "max_tokens": n}, ...]} with {"seconds": s, "output_tokens": [...]}: all requests handed
+over at once, greedy, end tokens ignored, so that every request runs to its max_tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[[list[list[int]], list[int]], list[int]]
+"""(prompts as token ids, max_tokens of each) to the number of tokens generated for each."""
+
+
+def serve(engine: str, detail: str, load: Callable[[], Run]) -> None:
+    """The whole life of a driver. What an engine prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    run = load()
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+
+    say({"ready": True, "engine": engine, "detail": detail})
+    for line in sys.stdin:
+        requests = json.loads(line)["requests"]
+        prompts, limits = [r["ids"] for r in requests], [r["max_tokens"] for r in requests]
+        started = time.perf_counter()
+        output_tokens = run(prompts, limits)
+        say({"seconds": time.perf_counter() - started, "output_tokens": output_tokens})

@@ -1,0 +1,35 @@
+"""Driver of vLLM's offline engine: `python vllm_engine.py DIRECTORY`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import protocol
+
+
+def load() -> protocol.Run:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        sys.argv[1],
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+    )
+
+    def run(prompts: list[list[int]], limits: list[int]) -> list[int]:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in limits
+        ]
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+if __name__ == "__main__":
+    protocol.serve("vllm", "bfloat16", load)
