@@ -59,6 +59,24 @@ def engine(
 
 
 @app.command()
+def sampling(
+    rows: Annotated[int, typer.Option(help="Rows of the step, all with the same setting.", min=1)] = 32,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.", min=100)] = 49152,
+    repeat: Annotated[int, typer.Option(help="Timed rounds; the fastest counts.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time of one sampled row by setting, and its ratio to a greedy one, on one thread and random logits."""
+    from benchmarks.sampling import run
+
+    result = run(rows, vocab, repeat)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        for name, figures in result.items():
+            typer.echo(f"{name:28} {figures['us_per_row']:8.1f} us  {figures['ratio']:6.1f}")
+
+
+@app.command()
 def neighbour(
     policy: Annotated[list[str], typer.Option(help="Scheduling policies, compared one after another.")] = [  # noqa: B006
         "vtc",

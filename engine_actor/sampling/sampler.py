@@ -1,7 +1,7 @@
 """Choosing the next token of every row: greedy, or from the filtered distribution.
 
 A row's token depends on its own logits, parameters, seed and position alone, whatever else is in the batch. What few
-rows ask for costs those rows: a greedy row is one argmax, a plain sampled one no sort.
+rows ask for costs those rows: a greedy row is one argmax.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from engine_actor.sampling.adjust import adjust
+from engine_actor.sampling.device import draw_rows
+from engine_actor.sampling.host import draw
 from engine_actor.sampling.random import uniform
-from engine_actor.step import Bool, Float32, Int32, SamplingColumns
-
-# How many of the likeliest tokens are searched for the end of the nucleus before the whole vocabulary is: the
-# first nearly always suffice, and finding them costs a tenth of a sort.
-_NUCLEUS_CANDIDATES = (1024, 16384)
+from engine_actor.step import Bool, Int32, SamplingColumns
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
@@ -26,76 +24,45 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]
     """
     if logits.shape[0] == 0:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
-    lowest, highest = logits.amin(dim=-1), logits.amax(dim=-1)  # far faster than torch.aminmax on a CPU
+    return (_on_cpu if logits.device.type == "cpu" else _on_device)(logits, columns)
+
+
+def _on_cpu(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
+    values = logits.numpy()
+    finite = np.isfinite(values.min(axis=1)) & np.isfinite(values.max(axis=1))
+    adjust(logits, columns)
+    tokens = values.argmax(axis=1).astype(np.int32)
+    tokens[~finite] = 0
+    rows = np.flatnonzero(finite & (columns.temperature > 0))
+    if len(rows):
+        random = uniform(columns.seed[rows], columns.position[rows]).tolist()
+        for row, number in zip(rows.tolist(), random, strict=True):
+            tokens[row] = draw(
+                values[row],
+                float(values[row, tokens[row]]),
+                float(columns.temperature[row]),
+                int(columns.top_k[row]),
+                float(columns.top_p[row]),
+                0.0 if columns.min_p is None else float(columns.min_p[row]),
+                number,
+            )
+    return tokens, finite
+
+
+def _on_device(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
+    lowest, highest = logits.aminmax(dim=-1)
     finite = (torch.isfinite(lowest) & torch.isfinite(highest)).cpu().numpy()
-    adjusted = adjust(logits, columns)
-    if len(adjusted):
-        index = torch.from_numpy(adjusted.astype(np.int64)).to(logits.device)
-        highest[index] = logits[index].amax(dim=-1)
+    adjust(logits, columns)
     tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
     tokens[~finite] = 0
     rows = np.flatnonzero(finite & (columns.temperature > 0))
     if len(rows):
-        index = torch.from_numpy(rows).to(logits.device)
-        # Shifted before the division, so that no temperature can overflow.
-        shifted = logits[index] - highest[index, None]
-        scaled = shifted / torch.from_numpy(columns.temperature[rows]).to(logits.device)[:, None]
-        if columns.min_p is not None:
-            _drop_unlikely(scaled, columns.min_p[rows])
-        _filter(scaled, columns.top_k[rows], columns.top_p[rows])
-        tokens[rows] = _draw(scaled, uniform(columns.seed[rows], columns.position[rows]))
+        tokens[rows] = draw_rows(
+            logits[torch.from_numpy(rows).to(logits.device)],
+            columns.temperature[rows],
+            columns.top_k[rows],
+            columns.top_p[rows],
+            None if columns.min_p is None else columns.min_p[rows],
+            uniform(columns.seed[rows], columns.position[rows]),
+        )
     return tokens, finite
-
-
-def _draw(scaled: torch.Tensor, random: np.ndarray) -> Int32:
-    """Invert the cumulative distribution of softmax(scaled), maxima 0, at one random number a row."""
-    cumulative = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
-    target = torch.from_numpy(random).to(scaled.device)[:, None] * cumulative[:, -1:]
-    # right=True steps over tokens of probability 0: their cumulative value equals the one before.
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].cpu().numpy().astype(np.int32)
-
-
-def _drop_unlikely(scaled: torch.Tensor, min_p: Float32) -> None:
-    """Set tokens whose probability is below min_p times the greatest one to -inf, in place (Nguyen et al., "Turning
-    up the heat: min-p sampling", 2024)."""
-    limited = np.flatnonzero(min_p > 0)
-    if len(limited):
-        index = torch.from_numpy(limited).to(scaled.device)
-        least = torch.from_numpy(np.log(min_p[limited])).to(scaled.device)[:, None]
-        values = scaled[index]
-        scaled[index] = values.masked_fill_(values < least, -torch.inf)
-
-
-def _filter(scaled: torch.Tensor, top_k: Int32, top_p: Float32) -> None:
-    """Set what top_k and top_p exclude to -inf, in place."""
-    vocab = scaled.shape[-1]
-    limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
-    if len(limited):
-        index = torch.from_numpy(limited)
-        last = torch.from_numpy(top_k[limited].astype(np.int64))[:, None].to(scaled.device) - 1
-        values = scaled[index]
-        least = values.topk(int(top_k[limited].max())).values.gather(1, last)
-        scaled[index] = values.masked_fill_(values < least, -torch.inf)
-    nucleus = np.flatnonzero(top_p < 1)
-    if len(nucleus):
-        index = torch.from_numpy(nucleus)
-        values = scaled[index]
-        least = _least_in_nucleus(values, torch.from_numpy(top_p[nucleus]).to(scaled.device))
-        scaled[index] = values.masked_fill_(values < least, -torch.inf)
-
-
-def _least_in_nucleus(values: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the least value in the smallest set of likeliest tokens whose probability reaches top_p."""
-    needed = top_p.double()[:, None] * values.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    least = torch.empty_like(needed, dtype=values.dtype)
-    rows = torch.arange(len(values), device=values.device)
-    vocab = values.shape[-1]
-    for count in (*(count for count in _NUCLEUS_CANDIDATES if count < vocab), vocab):
-        candidates = values[rows].topk(count).values
-        mass = candidates.exp().cumsum(dim=-1, dtype=torch.float64)
-        last = (mass < needed[rows]).sum(dim=-1, keepdim=True)
-        least[rows] = candidates.gather(1, last.clamp(max=count - 1))
-        rows = rows[last[:, 0] == count]
-        if len(rows) == 0:
-            break
-    return least

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_actor.sampling.device import draw_rows
+from engine_actor.sampling.host import draw, lower_bound
 from engine_actor.sampling.random import uniform
 from engine_actor.sampling.sampler import sample
 from engine_actor.step import SamplingColumns
@@ -32,7 +34,7 @@ def columns(rows: int, **values: Any) -> SamplingColumns:
     return SamplingColumns(**filled)
 
 
-def draws(logits: list[float], count: int = 20000, **values: Any) -> np.ndarray:
+def draws(logits: list[float], count: int = 8000, **values: Any) -> np.ndarray:
     """Relative frequency of each token over many positions of one seed."""
     rows = torch.tensor(logits).repeat(count, 1)
     tokens, finite = sample(rows, columns(count, **values))
@@ -50,7 +52,7 @@ def test_frequencies_follow_the_softmax() -> None:
 
 
 def test_frequencies_over_seeds_at_one_position_follow_the_softmax() -> None:
-    np.testing.assert_allclose(draws(LOGITS, seed=range(20000), position=7), PROBABILITIES, atol=0.015)
+    np.testing.assert_allclose(draws(LOGITS, seed=range(8000), position=7), PROBABILITIES, atol=0.015)
 
 
 def test_temperature_sharpens_and_flattens() -> None:
@@ -193,3 +195,52 @@ def test_a_random_number_equals_its_definition(seed: int, position: int) -> None
 
     got = uniform(np.array([seed], np.uint64), np.array([position], np.int32))[0]
     assert got == (mix((mix(seed) + position * 0x9E3779B97F4A7C15) & mask) >> 11) * 2.0**-53
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab=st.sampled_from([1, 2, 50, 513, 5000]),
+    spread=st.sampled_from([0.0, 0.001, 1.0, 8.0, 1000.0]),
+    temperature=st.sampled_from([1e-3, 0.7, 1.0, 20.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 600]),
+    top_p=st.sampled_from([0.0, 0.2, 0.9, 0.9999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_the_kept_tokens_are_those_of_the_definition(
+    seed: int, vocab: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Drawn with the extreme random numbers, the first and the last token kept; also by the path of the GPU."""
+    logits = np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
+    probabilities = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    kept = probabilities >= min_p * (1 - 1e-6)
+    if 0 < top_k < vocab:
+        kept &= logits >= np.sort(logits)[-top_k]
+    falling = np.sort(probabilities[kept])[::-1]
+    mass = falling.cumsum() / falling.sum()
+    # Rounding may decide where the nucleus ends: what is near its border may be in it or not.
+    surely, perhaps = (int((mass < top_p + slack).sum()) for slack in (-1e-5, 1e-5))
+    least = falling[[min(surely, len(falling) - 1), min(perhaps, len(falling) - 1)]]
+    for random in (0.0, 0.3, 1 - 2.0**-53):
+        token = draw(logits, float(logits.max()), temperature, top_k, top_p, min_p, random)
+        on_device = draw_rows(
+            torch.from_numpy(logits)[None],
+            np.array([temperature], np.float32),
+            np.array([top_k], np.int32),
+            np.array([top_p], np.float32),
+            np.array([min_p], np.float32),
+            np.array([random]),
+        )[0]
+        for chosen in (token, on_device):
+            assert kept[chosen] and probabilities[chosen] >= least[1] * (1 - 1e-5) - 1e-30
+        if random in (0.0, 1 - 2.0**-53):
+            certain = np.flatnonzero(kept & (probabilities > max(least[0] * (1 + 1e-5), 1e-12)))
+            if len(certain):
+                assert token <= certain[0] if random == 0.0 else token >= certain[-1]
+
+
+def test_lower_bound_is_reached_by_enough_values_and_not_by_many() -> None:
+    values = np.random.default_rng(0).normal(0, 1, 50000).astype(np.float32)
+    for count in (1, 40, 200):
+        assert count <= (values >= lower_bound(values, count)).sum() < 3 * count + 20
+    assert (values >= lower_bound(values, 49999)).all()
