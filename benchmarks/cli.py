@@ -144,6 +144,21 @@ def peers(
     typer.echo(json.dumps(report) if as_json else table(report))
 
 
+@app.command()
+def fairqueue(
+    queued: Annotated[int, typer.Option(help="Requests that wait.", min=100)] = 10_000,
+    tenants: Annotated[int, typer.Option(help="Tenants they belong to.", min=1)] = 1_000,
+    operations: Annotated[int, typer.Option(help="Grants, and as many arrivals.", min=100)] = 5_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a place in the fair queue and a decision cost, in CPU time."""
+    from benchmarks.fairqueue import run
+    from benchmarks.figures import table
+
+    report = run(queued, tenants, operations)
+    typer.echo(json.dumps(report) if as_json else table(report))
+
+
 def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
     """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
     from pydantic import ValidationError

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections import OrderedDict
 
-from policies.lazy_heap import LazyHeap
+from policies.lazy_heap import Key, LazyHeap
 from policies.queue_order import CachedTokens, QueueOrder
 from policies.tenant_account import MAIN_LANE, QueuedTicket, TenantAccount
 
@@ -21,26 +21,26 @@ class FcfsOrder(QueueOrder):
     """The oldest ticket of all goes first."""
 
     def __init__(self) -> None:
-        self._heads: LazyHeap[TenantAccount] = LazyHeap()
+        self._heads = LazyHeap(self._key)
 
     def arrive(self, tenant: TenantAccount, now: float) -> None: ...
 
     def leave(self, tenant: TenantAccount) -> None: ...
 
     def touch(self, tenant: TenantAccount) -> None:
-        queue = tenant.lanes.get(MAIN_LANE)
-        if queue:
-            self._heads.set(tenant, (self._earliest_start(tenant, queue[0]), queue[0].order))
-        else:
-            self._heads.discard(tenant)
+        self._heads.changed(tenant)
 
     def charge(self, tenant: TenantAccount, entry: QueuedTicket, cost: float, now: float) -> None: ...
 
     def front(self, now: float, count: int) -> list[QueuedTicket]:
-        ready = [tenant for tenant in self._heads.smallest(count) if self._heads.key(tenant)[0] <= now]
-        return [tenant.lanes[MAIN_LANE][0] for tenant in ready]
+        heads = [tenant.lanes[MAIN_LANE][0] for tenant in self._heads.smallest(count)]
+        return [head for head in heads if self._earliest_start(head) <= now]
 
-    def _earliest_start(self, tenant: TenantAccount, head: QueuedTicket) -> float:
+    def _key(self, tenant: TenantAccount) -> Key | None:
+        queue = tenant.lanes.get(MAIN_LANE)
+        return (self._earliest_start(queue[0]), queue[0].order) if queue else None
+
+    def _earliest_start(self, head: QueuedTicket) -> float:
         return head.arrival
 
 
@@ -52,15 +52,15 @@ class RateLimitOrder(FcfsOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._allowed_until: dict[TenantAccount, float] = {}  # theoretical arrival time of the next request
+        self._allowed_until: dict[str, float] = {}  # theoretical arrival time of a tenant's next request
 
     def charge(self, tenant: TenantAccount, entry: QueuedTicket, cost: float, now: float) -> None:
-        seconds = 60.0 / (REQUESTS_PER_MINUTE * tenant.weight)
-        self._allowed_until[tenant] = max(self._allowed_until.get(tenant, now), now) + seconds
+        seconds = 60.0 / (REQUESTS_PER_MINUTE * entry.ticket.weight)
+        self._allowed_until[tenant.name] = max(self._allowed_until.get(tenant.name, now), now) + seconds
 
-    def _earliest_start(self, tenant: TenantAccount, head: QueuedTicket) -> float:
-        seconds = 60.0 / (REQUESTS_PER_MINUTE * tenant.weight)
-        return max(head.arrival, self._allowed_until.get(tenant, -math.inf) - 60.0 + seconds)
+    def _earliest_start(self, head: QueuedTicket) -> float:
+        seconds = 60.0 / (REQUESTS_PER_MINUTE * head.ticket.weight)
+        return max(head.arrival, self._allowed_until.get(head.ticket.tenant, -math.inf) - 60.0 + seconds)
 
 
 class _DeficitOrder(QueueOrder):

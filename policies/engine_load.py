@@ -73,13 +73,19 @@ class EngineLoad:
         """Tenants with sequences in the engine or on their way to it."""
         return self.report.live_sequences.keys() | self._granted_by_tenant.keys()
 
-    def tenant_sequences(self, tenant: str) -> int:
-        """Sequences of one tenant in the engine or on their way to it."""
-        return self.report.live_sequences.get(tenant, 0) + self._on_the_way(tenant).sequences
+    def tenant_sequences(self) -> dict[str, int]:
+        """Sequences per tenant in the engine or on their way to it."""
+        held = dict(self.report.live_sequences)
+        for tenant, granted in self._granted_by_tenant.items():
+            held[tenant] = held.get(tenant, 0) + granted.sequences
+        return held
 
-    def tenant_pages(self, tenant: str) -> int:
-        """Pages that one tenant's requests hold, or will take on arrival."""
-        return self.report.tenant_pages.get(tenant, 0) + self._on_the_way(tenant).pages
+    def tenant_pages(self) -> dict[str, int]:
+        """Pages that each tenant's requests hold, or will take on arrival."""
+        held = dict(self.report.tenant_pages)
+        for tenant, granted in self._granted_by_tenant.items():
+            held[tenant] = held.get(tenant, 0) + granted.pages
+        return held
 
     def cached_tokens(self, ticket: Ticket) -> int:
         """Input tokens of the ticket, over all its sequences, whose pages are in the engine's prefix cache."""
@@ -119,7 +125,8 @@ class EngineLoad:
 
     def has_prefill_share(self, tenant: str, share: float) -> bool:
         """The tenant's own part of the prefill buffer, `share` of the whole, is not full."""
-        own = self.report.tenant_prefill_tokens.get(tenant, 0) + self._on_the_way(tenant).input_tokens
+        granted = self._granted_by_tenant.get(tenant)
+        own = self.report.tenant_prefill_tokens.get(tenant, 0) + (granted.input_tokens if granted else 0)
         return own < share * PREFILL_BUFFER_STEPS * self.report.max_num_batched_tokens
 
     def add_grant(self, ticket: Ticket, cost: float, reclaims: bool = False) -> None:
@@ -127,9 +134,6 @@ class EngineLoad:
 
     def remove_grant(self, ticket: Ticket, cost: float, reclaims: bool = False) -> None:
         self._count(ticket, cost, reclaims, -1)
-
-    def _on_the_way(self, tenant: str) -> _OnTheWay:
-        return self._granted_by_tenant.get(tenant) or _OnTheWay()
 
     def _count(self, ticket: Ticket, cost: float, reclaims: bool, sign: int) -> None:
         pages = prompt_pages(ticket, self.report.page_size)

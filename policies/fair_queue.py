@@ -85,6 +85,7 @@ class FairQueue:
         self._order = _make_order(policy, self._cached_tokens, locality_window, batch_share)
         self._accounts = ServiceAccounts(self._order.touch)
         self._waiting_weight = 0.0  # of the tenants that have waiting tickets
+        self._shares: PoolShares | None = None  # None: something has changed since
         self._entries: dict[str, QueuedTicket] = {}  # by request
         self._by_arrival: list[tuple[float, int, str]] = []  # may name entries that are gone
         self._queued_tokens = 0
@@ -121,8 +122,10 @@ class FairQueue:
         if not tenant.queued:
             self._order.arrive(tenant, now)
             self._waiting_weight += ticket.weight
-        else:
+            self._shares = None
+        elif ticket.weight != tenant.weight:
             self._waiting_weight += ticket.weight - tenant.weight
+            self._shares = None
         tenant.weight = ticket.weight
         self._pushes += 1
         entry = QueuedTicket(
@@ -177,7 +180,7 @@ class FairQueue:
         entry = front[0]
         engine = choose_engine(entry.ticket, self._engines.values(), self._prices)
         if engine is None and self._order.entitles:
-            shares = self._shares()
+            shares = self._pool_shares()
             engine = choose_reclaim(entry.ticket, shares)
             if engine is None:
                 entry, engine = self._behind_the_head(self._order.front(now, LOOK_BEHIND), shares)
@@ -190,6 +193,7 @@ class FairQueue:
         if self._accounts.is_new_epoch(report):
             self.forget_engine(report.engine)
         self._accounts.count_service(report)
+        self._shares = None
         engine = self._engines.get(report.engine)
         before = {} if engine is None else engine.report.outstanding
         if engine is None:
@@ -210,6 +214,7 @@ class FairQueue:
         for request in self._in_flight.of_engine(name):
             self._settle(request)
         del self._engines[name]
+        self._shares = None
         self._accounts.update_outstanding(engine.report.outstanding, {}, self._engines.values())
 
     def snapshot(self) -> dict[str, TenantSnapshot]:
@@ -283,15 +288,20 @@ class FairQueue:
             GrantInFlight(ticket, grant.engine, cost, now + grant.time_to_live_ms / 1000.0, reclaims)
         )
         engine.add_grant(ticket, cost, reclaims)
+        self._shares = None
         self._order.charge(tenant, entry, cost, now)
         self._order.touch(tenant)
         return grant
 
-    def _shares(self) -> PoolShares:
-        live = {name for engine in self._engines.values() for name in engine.tenants()}
-        not_waiting = (tenant for tenant in map(self._accounts.tenant, live) if not tenant.queued)
-        weight = self._waiting_weight + sum(tenant.weight for tenant in not_waiting)
-        return PoolShares(self._engines.values(), lambda name: self._accounts.tenant(name).weight / weight)
+    def _pool_shares(self) -> PoolShares:
+        if self._shares is None:
+            live = {name for engine in self._engines.values() for name in engine.tenants()}
+            accounts = map(self._accounts.tenant, live)
+            weight = self._waiting_weight + sum(account.weight for account in accounts if not account.queued)
+            self._shares = PoolShares(
+                self._engines.values(), lambda name: self._accounts.tenant(name).weight, weight
+            )
+        return self._shares
 
     def _cached_tokens(self, ticket: Ticket) -> int:
         return max((engine.cached_tokens(ticket) for engine in self._engines.values()), default=0)
@@ -308,6 +318,7 @@ class FairQueue:
         self._queued_tokens -= ticket.input_tokens
         if not tenant.queued:
             self._waiting_weight -= tenant.weight
+            self._shares = None
             self._order.leave(tenant)
         if not self._entries:
             self._waiting_weight = 0.0  # no rounding outlives the queue
@@ -319,6 +330,7 @@ class FairQueue:
         grant = self._in_flight.pop(request)
         if grant is None:
             return
+        self._shares = None
         self._engines[grant.engine].remove_grant(grant.ticket, grant.cost, grant.reclaims)
         tenant = self._accounts.tenants[grant.ticket.tenant]
         del tenant.granted[request]

@@ -1,63 +1,76 @@
-"""A priority queue whose keys move: O(log n) for a new key, amortised O(log n) for the smallest."""
+"""A priority queue whose keys move: a key that rises costs nothing until its item comes to the top."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+Key = tuple[Any, ...]
 
 _SLACK = 64
 
 
 class LazyHeap(Generic[Item]):
-    """Items by key, smallest first. Items are hashable, keys are tuples that no two items share.
+    """Items by key, smallest first. `key_of` gives an item's key of the moment, None when it is to leave.
 
-    A new key is pushed beside the old one, which is dropped when it comes to the top. Outdated entries are at
-    most as many as the items, and a few.
+    No two items share a key. The owner calls `changed` for every item whose key may have fallen, and for new ones;
+    then `first` and `smallest` are exact. Amortised O(log n).
+
+    Invariant: for each item with a key there is an entry that is not above it; `_lowest` holds the lowest one.
     """
 
-    def __init__(self) -> None:
-        self._keys: dict[Item, tuple[Any, ...]] = {}
-        self._heap: list[tuple[tuple[Any, ...], Item]] = []
+    def __init__(self, key_of: Callable[[Item], Key | None]) -> None:
+        self._key_of = key_of
+        self._lowest: dict[Item, Key] = {}
+        self._heap: list[tuple[Key, Item]] = []
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __contains__(self, item: Item) -> bool:
+        """The item had a key when it was last looked at."""
+        return item in self._lowest
 
-    def set(self, item: Item, key: tuple[Any, ...]) -> None:
-        """Add an item or move it."""
-        if self._keys.get(item) == key:
+    def changed(self, item: Item) -> None:
+        """The item's key may have fallen, or the item is new."""
+        key = self._key_of(item)
+        if key is None:
             return
-        self._keys[item] = key
-        heapq.heappush(self._heap, (key, item))
-        if len(self._heap) > 2 * len(self._keys) + _SLACK:
-            self._heap = [(key, item) for item, key in self._keys.items()]
-            heapq.heapify(self._heap)
-
-    def discard(self, item: Item) -> None:
-        """Take an item out; one that is not there is ignored."""
-        self._keys.pop(item, None)
+        lowest = self._lowest.get(item)
+        if lowest is None or key < lowest:
+            self._push(item, key)
+            if len(self._heap) > 2 * len(self._lowest) + _SLACK:
+                self._heap = [(key, item) for item, key in self._lowest.items()]
+                heapq.heapify(self._heap)
 
     def first(self) -> Item | None:
         """The item with the smallest key; None when there is none."""
         while self._heap:
             key, item = self._heap[0]
-            if self._keys.get(item) == key:
-                return item
+            if self._lowest.get(item) == key:
+                now = self._key_of(item)
+                if now == key:
+                    return item
+                del self._lowest[item]
+                if now is not None:
+                    heapq.heapreplace(self._heap, (now, item))
+                    self._lowest[item] = now
+                    continue
             heapq.heappop(self._heap)
         return None
 
-    def key(self, item: Item) -> tuple[Any, ...]:
-        """Raises KeyError for an item that is not there."""
-        return self._keys[item]
-
     def smallest(self, count: int) -> list[Item]:
         """Up to `count` items in order of their keys. O(count log n)."""
-        found: dict[Item, tuple[Any, ...]] = {}
-        while self._heap and len(found) < count:
-            key, item = heapq.heappop(self._heap)
-            if self._keys.get(item) == key:
-                found[item] = key
-        for item, key in found.items():
-            heapq.heappush(self._heap, (key, item))
-        return list(found)
+        found: list[Item] = []
+        while len(found) < count and (item := self.first()) is not None:
+            found.append(item)
+            del self._lowest[item]
+            heapq.heappop(self._heap)
+        for item in found:
+            key = self._key_of(item)
+            assert key is not None
+            self._push(item, key)
+        return found
+
+    def _push(self, item: Item, key: Key) -> None:
+        self._lowest[item] = key
+        heapq.heappush(self._heap, (key, item))

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import islice
 
-from policies.lazy_heap import LazyHeap
+from policies.lazy_heap import Key, LazyHeap
 from policies.tenant_account import MAIN_LANE, QueuedTicket, TenantAccount
 from policies.tickets import Ticket
 
@@ -22,6 +22,8 @@ BATCH_SHARE = 0.1
 
 NO_DEADLINE_SECONDS = 60.0
 """Where a ticket without a deadline stands among those of its tenant that have one: it never waits for ever."""
+
+_DIGITS = 4
 
 LOCALITY_CANDIDATES = 16
 LOCALITY_LOOKAHEAD = 4
@@ -66,7 +68,7 @@ class QueueOrder(ABC):
 
     @abstractmethod
     def front(self, now: float, count: int) -> list[QueuedTicket]:
-        """The next tickets in order, at most one per tenant and lane; [0] is the one whose turn it is."""
+        """The next tickets in order, one per tenant before batch and one in batch; [0] is the one whose turn it is."""
 
 
 class VtcOrder(QueueOrder):
@@ -104,9 +106,9 @@ class VtcOrder(QueueOrder):
         self._window = window
         self._batch_rate = batch_share / (1.0 - batch_share)
         self._batch_credit = 0.0
-        self._front: LazyHeap[tuple[TenantAccount, str]] = LazyHeap()
-        self._batch: LazyHeap[tuple[TenantAccount, str]] = LazyHeap()
-        self._counters: LazyHeap[TenantAccount] = LazyHeap()
+        self._front = LazyHeap(self._front_key)
+        self._batch = LazyHeap(self._batch_key)
+        self._counters = LazyHeap(self._counter_key)
         self._changed: dict[TenantAccount, None] = {}
 
     def lane(self, ticket: Ticket) -> str:
@@ -130,19 +132,21 @@ class VtcOrder(QueueOrder):
 
     def touch(self, tenant: TenantAccount) -> None:
         # Many changes between two decisions cost one move.
-        self._changed[tenant] = None
+        if tenant.queued:
+            self._changed[tenant] = None
 
     def charge(self, tenant: TenantAccount, entry: QueuedTicket, cost: float, now: float) -> None:
         if entry.lane == "batch":
             self._batch_credit = max(0.0, self._batch_credit - cost)
-        elif self._batch:
+        elif self._batch.first() is not None:
             self._batch_credit += self._batch_rate * cost
 
     def front(self, now: float, count: int) -> list[QueuedTicket]:
         self._update()
-        if not self._batch:
+        batch = self._batch.first()
+        if batch is None:
             self._batch_credit = 0.0
-        if self._batch_is_due():
+        elif self._batch_credit >= batch.lanes["batch"][0].cost:
             return self._heads(self._batch, count) + self._heads(self._front, count - 1)
         heads = self._heads(self._front, count)
         if heads and self._window > 0:
@@ -151,48 +155,67 @@ class VtcOrder(QueueOrder):
             heads += self._heads(self._batch, count - len(heads))
         return heads
 
-    def _heads(self, heap: LazyHeap[tuple[TenantAccount, str]], count: int) -> list[QueuedTicket]:
+    def _heads(self, heap: LazyHeap[TenantAccount], count: int) -> list[QueuedTicket]:
         if count == 1:
             first = heap.first()
-            return [] if first is None else [first[0].lanes[first[1]][0]]
-        return [tenant.lanes[lane][0] for tenant, lane in heap.smallest(count)]
-
-    def _batch_is_due(self) -> bool:
-        first = self._batch.first()
-        return first is not None and self._batch_credit >= first[0].lanes[first[1]][0].cost
+            tenants = [] if first is None else [first]
+        else:
+            tenants = heap.smallest(count)
+        return [
+            _front_lane(tenant)[0] if heap is self._front else tenant.lanes["batch"][0] for tenant in tenants
+        ]
 
     def _prefer_cached(self, heads: list[QueuedTicket]) -> list[QueuedTicket]:
         """Put the ticket of the window with most of its prefix cached in front; of equals, the one due first."""
-        nodes = self._front.smallest(LOCALITY_CANDIDATES)
-        limit = self._front.key(nodes[0])[0] + self._window
+        tenants = self._front.smallest(LOCALITY_CANDIDATES)
+        limit = _virtual_start(tenants[0]) + self._window
         best, best_value = heads[0], (self._cached_tokens(heads[0].ticket), -heads[0].rank)
-        for node in nodes:
-            if self._front.key(node)[0] > limit:
+        for tenant in tenants:
+            if _virtual_start(tenant) > limit:
                 break
-            lane = node[0].lanes[node[1]]
+            lane = _front_lane(tenant)
             for entry in islice(lane, LOCALITY_LOOKAHEAD):
                 if entry.rank > lane[0].rank + LOCALITY_SECONDS:
                     break
                 value = (self._cached_tokens(entry.ticket), -entry.rank)
                 if value > best_value:
                     best, best_value = entry, value
-        return [best] + [entry for entry in heads if entry is not best]
+        return [best] + [entry for entry in heads if entry.ticket.tenant != best.ticket.tenant]
 
     def _update(self) -> None:
         for tenant in self._changed:
             if tenant.queued:
-                self._counters.set(tenant, (tenant.counter, tenant.number))
-            else:
-                self._counters.discard(tenant)
-            key = tenant.key
-            for lane, heap, lead in (
-                ("interactive", self._front, INTERACTIVE_LEAD),
-                ("default", self._front, 0.0),
-                ("batch", self._batch, 0.0),
-            ):
-                queue = tenant.lanes.get(lane)
-                if queue:
-                    heap.set((tenant, lane), (key - lead, queue[0].rank, queue[0].order))
-                else:
-                    heap.discard((tenant, lane))
+                self._front.changed(tenant)
+                if "batch" in tenant.lanes:
+                    self._batch.changed(tenant)
+                if tenant not in self._counters:  # a counter never falls
+                    self._counters.changed(tenant)
         self._changed.clear()
+
+    # Keys of the heaps; None: nothing of the tenant waits there.
+
+    def _front_key(self, tenant: TenantAccount) -> Key | None:
+        lane = _front_lane(tenant)
+        if not lane:
+            return None
+        head = lane[0]
+        return (_virtual_start(tenant), head.rank, head.order)
+
+    def _batch_key(self, tenant: TenantAccount) -> Key | None:
+        lane = tenant.lanes.get("batch")
+        return (round(tenant.key, _DIGITS), lane[0].rank, lane[0].order) if lane else None
+
+    def _counter_key(self, tenant: TenantAccount) -> Key | None:
+        return (tenant.counter, tenant.number) if tenant.queued else None
+
+
+def _front_lane(tenant: TenantAccount) -> list[QueuedTicket]:
+    """The tenant's most urgent lane before batch; empty when nothing waits there."""
+    lanes = tenant.lanes
+    return lanes.get("interactive") or lanes.get("default") or []
+
+
+def _virtual_start(tenant: TenantAccount) -> float:
+    """The tenant's virtual service, less its lead. Rounded: what moves from booked to served must not move a key."""
+    key = tenant.key
+    return round(key - INTERACTIVE_LEAD if "interactive" in tenant.lanes else key, _DIGITS)

@@ -15,39 +15,73 @@ from policies.tickets import Ticket
 RECLAIM_SEQUENCES = 2
 """Sequences on their way to an engine that need a preemption there: what it can do within two steps."""
 
-Held = Callable[[EngineLoad, str], int]
+
+class _Holdings:
+    """Who holds how much of one resource, on each engine and in all."""
+
+    def __init__(
+        self, total: int, by_engine: dict[str, dict[str, int]], fraction_of: Callable[[str], float]
+    ) -> None:
+        self.total = total
+        self._fraction_of = fraction_of
+        self._by_engine = by_engine
+        self._pool: dict[str, int] = {}
+        for held in by_engine.values():
+            for tenant, count in held.items():
+                self._pool[tenant] = self._pool.get(tenant, 0) + count
+        self._spare: dict[str, int] = {}  # what all tenants of an engine could give up there
+
+    def of(self, tenant: str) -> int:
+        return self._pool.get(tenant, 0)
+
+    def share(self, tenant: str) -> float:
+        return self._fraction_of(tenant) * self.total
+
+    def over_share(self, tenant: str, engine: str) -> int:
+        """What the tenants other than `tenant` could give up on the engine and still hold their share."""
+        held = self._by_engine[engine]
+        if engine not in self._spare:
+            self._spare[engine] = sum(self._spare_of(other, count) for other, count in held.items())
+        return self._spare[engine] - self._spare_of(tenant, held.get(tenant, 0))
+
+    def _spare_of(self, tenant: str, held: int) -> int:
+        # Each gives whole slots: fractions of many tenants make none.
+        over = int(self._pool.get(tenant, 0) - self._fraction_of(tenant) * self.total)
+        return min(held, over) if over > 0 else 0
 
 
 class PoolShares:
     """Who holds how much of the engines that take grants, and how much each tenant's share is.
 
-    `fraction_of` is a tenant's part of the pool, in (0, 1]: its weight by the weights of all tenants that are live or
-    waiting.
+    `weight_of` gives the weight of every tenant that is live or waiting, `total_weight` their sum. Holds until a
+    report comes, a grant is given or settled, or a tenant joins or leaves.
     """
 
-    def __init__(self, engines: Iterable[EngineLoad], fraction_of: Callable[[str], float]) -> None:
+    def __init__(
+        self, engines: Iterable[EngineLoad], weight_of: Callable[[str], float], total_weight: float
+    ) -> None:
         self.engines = [engine for engine in engines if not engine.report.draining]
-        self.fraction_of = fraction_of
-        self.slots = sum(engine.report.max_num_seqs for engine in self.engines)
-        self.pages = sum(engine.report.total_pages for engine in self.engines)
+        self._weight_of = weight_of
+        self._total_weight = total_weight
+        self.slots = _Holdings(
+            sum(engine.report.max_num_seqs for engine in self.engines),
+            {engine.report.engine: engine.tenant_sequences() for engine in self.engines},
+            self.fraction_of,
+        )
+        self.pages = _Holdings(
+            sum(engine.report.total_pages for engine in self.engines),
+            {engine.report.engine: engine.tenant_pages() for engine in self.engines},
+            self.fraction_of,
+        )
 
-    def held(self, tenant: str, held: Held) -> int:
-        return sum(held(engine, tenant) for engine in self.engines)
+    def fraction_of(self, tenant: str) -> float:
+        """The tenant's part of the pool, in (0, 1]."""
+        return self._weight_of(tenant) / self._total_weight
 
     def is_over(self, tenant: str) -> bool:
         """The tenant shares the pool with others and holds its part of the slots, or of the pages, or more."""
-        fraction = self.fraction_of(tenant)
-        return fraction < 1.0 and (
-            self.held(tenant, EngineLoad.tenant_sequences) >= max(1.0, fraction * self.slots)
-            or self.held(tenant, EngineLoad.tenant_pages) >= max(1.0, fraction * self.pages)
-        )
-
-    def over_share(self, tenant: str, engine: EngineLoad, total: int, held: Held) -> float:
-        """What the tenants other than `tenant` could give up on `engine` and still hold their part of `total`."""
-        return sum(
-            max(0.0, min(held(engine, other), self.held(other, held) - self.fraction_of(other) * total))
-            for other in engine.tenants()
-            if other != tenant
+        return self.fraction_of(tenant) < 1.0 and any(
+            held.of(tenant) >= max(1.0, held.share(tenant)) for held in (self.slots, self.pages)
         )
 
 
@@ -63,7 +97,7 @@ def choose_reclaim(ticket: Ticket, shares: PoolShares) -> EngineLoad | None:
     nothing has a right to one ticket. Room is taken only from tenants that hold their part, or more, without it:
     otherwise two tenants would take the same place from each other for ever.
     """
-    candidates: list[tuple[float, float, EngineLoad]] = []
+    candidates: list[tuple[int, float, EngineLoad]] = []
     for engine in shares.engines:
         over = _room_by_right(ticket, engine, shares)
         if over is None:
@@ -78,25 +112,20 @@ def choose_reclaim(ticket: Ticket, shares: PoolShares) -> EngineLoad | None:
     return min(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
 
 
-def _room_by_right(ticket: Ticket, engine: EngineLoad, shares: PoolShares) -> float | None:
+def _room_by_right(ticket: Ticket, engine: EngineLoad, shares: PoolShares) -> int | None:
     """What others hold over their share of the resource that is short, 0 if none is; None without a right."""
     pages = prompt_pages(ticket, engine.report.page_size)
-    over = 0.0
-    for asked, free, total, held in (
-        (
-            ticket.sequences,
-            engine.report.max_num_seqs - engine.sequences,
-            shares.slots,
-            EngineLoad.tenant_sequences,
-        ),
-        (pages, engine.free_pages, shares.pages, EngineLoad.tenant_pages),
+    over = 0
+    for asked, free, holdings in (
+        (ticket.sequences, engine.report.max_num_seqs - engine.sequences, shares.slots),
+        (pages, engine.free_pages, shares.pages),
     ):
         if asked <= free:
             continue
-        own = shares.held(ticket.tenant, held)
-        if own > 0 and own + asked > shares.fraction_of(ticket.tenant) * total:
+        own = holdings.of(ticket.tenant)
+        if own > 0 and own + asked > holdings.share(ticket.tenant):
             return None
-        over = shares.over_share(ticket.tenant, engine, total, held)
+        over = holdings.over_share(ticket.tenant, engine.report.engine)
         if over < min(asked, asked - free):
             return None
     return over

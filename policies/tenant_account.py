@@ -54,7 +54,7 @@ class TenantAccount:
     @property
     def booked(self) -> float:
         """Granted and not served yet."""
-        return self.outstanding + sum(self.granted.values())
+        return self.outstanding + sum(self.granted.values()) if self.granted else self.outstanding
 
     @property
     def key(self) -> float:
