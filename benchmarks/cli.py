@@ -159,6 +159,20 @@ def fairqueue(
     typer.echo(json.dumps(report) if as_json else table(report))
 
 
+@app.command()
+def scheduler(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    running: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 256,
+    steps: Annotated[int, typer.Option(help="Timed steps.", min=1)] = 2000,
+) -> None:
+    """Cost of scheduling alone, over a model that computes nothing: CPU time of submit, schedule and commit."""
+    from benchmarks.figures import table
+    from benchmarks.scheduler import measure
+
+    report = measure(running, steps)
+    typer.echo(json.dumps(report) if as_json else table(report))
+
+
 def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
     """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
     from pydantic import ValidationError

@@ -338,10 +338,10 @@ class EngineActor:
         record, result = outcome.record, outcome.result
         counted = self._counted
         self._counted = totals = (
-            scheduler.recomputed_chunks,
+            scheduler.service.recomputed_chunks,
             scheduler.preemptions,
-            scheduler.cached_tokens,
-            scheduler.computed_tokens,
+            scheduler.service.cached_tokens,
+            scheduler.service.computed_tokens,
         )
         recomputed, preempted, cached, computed = (
             new - old for new, old in zip(totals, counted, strict=True)

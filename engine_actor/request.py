@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -96,8 +96,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class StreamRow:
+class StreamRow(NamedTuple):
     """New tokens of one request after one step. `finish_reason` set means it is the last row of the request.
 
     `usage` comes with the first token and with the last row. `logprobs` has one entry per new token where they are

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engine_actor.kv.cache import SequencePages
+from engine_actor.kv.cache import SequencePages, pages_for
 from engine_actor.request import EngineRequest, RequestTimings, RequestUsage
 from engine_actor.sampling.state import SamplingState
 
+if TYPE_CHECKING:
+    from engine_actor.tenant import Tenant
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class SequenceState:
     """One live request.
 
     `token_ids` is the prompt followed by the output. Positions below `computed` have their KV in pages (or in the
-    step in flight); `served` is the highest position ever computed, so recomputed tokens are known as such.
-    `epoch` rises with each preemption: a result of an older epoch is ignored. `wishes` is None for a request that asks
-    for no more than temperature, top_k and top_p.
+    step in flight); `served` is the highest position computed before the last preemption or as prompt, so recomputed
+    tokens are known as such. `decoding` is set while the newest token alone is left to compute; `slot` is its row in
+    the running set, -1 while it waits. `epoch` rises with each preemption: a result of an older epoch is ignored.
+    `wishes` is None for a request that asks for no more than temperature, top_k and top_p.
     """
 
     id: int
     request: EngineRequest
+    tenant: Tenant
     token_ids: list[int]
     max_tokens: int
     seed: int
     accepted_at: float
     table: SequencePages
+    key: tuple[str, int] = field(init=False)
+    stop_token_ids: tuple[int, ...] = field(init=False)
+    prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)
+    predicted_output_left: int = field(init=False)
     epoch: int = 0
+    slot: int = -1
+    decoding: bool = False
     computed: int = 0
     served: int = 0
     cached_input: int = 0
-    admitted: bool = False
     aborted: bool = False
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -40,27 +52,36 @@ class SequenceState:
     preemptions: int = 0
     wishes: SamplingState | None = None
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.request.request, self.request.attempt)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.key = (self.request.request, self.request.attempt)
+        self.stop_token_ids = self.request.sampling.stop_token_ids
+        self.prompt_tokens = len(self.request.prompt_token_ids)
+        self.max_length = self.prompt_tokens + self.max_tokens
+        self.predicted_output_left = min(self.request.predicted_output_tokens, self.max_tokens)
 
     @property
     def output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.prompt_tokens
 
     @property
     def pending(self) -> int:
-        """Known tokens not computed yet: 1 means decoding, more means prefill."""
+        """Known tokens not computed yet."""
         return len(self.token_ids) - self.computed
 
     @property
     def wants_prompt_logits(self) -> bool:
         """Log probabilities of prompt tokens are still owed: no position may be skipped."""
         return self.wishes is not None and self.wishes.prompt_logprobs_left > 0
+
+    @property
+    def pages_to_start(self) -> int:
+        """Pages for the known tokens and the next one, if there may be one."""
+        return pages_for(min(len(self.token_ids) + 1, self.max_length))
+
+    @property
+    def predicted_length(self) -> int:
+        """Tokens that prompt and output are expected to have in the end."""
+        return min(self.prompt_tokens + self.request.predicted_output_tokens, self.max_length)
 
     def usage(self) -> RequestUsage:
         """What was used so far: prompt tokens count once they are computed or found in the cache."""

@@ -6,35 +6,20 @@ root of its own, so a prefix is never found from another one. Runs are compared 
 Invariants:
 - a page in the tree belongs to exactly one node; nodes hold whole pages;
 - a locked node has only locked ancestors, and is never evicted;
-- pages held = evictable + locked.
+- pages held = evictable + locked, for the tree and for each root.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_actor.kv.eviction import pages_to_evict_from
+from engine_actor.kv.node import Node, Root
 from engine_actor.kv.pages import PagePool
 
 _TOKEN_BYTES = array("i").itemsize
-
-
-class Node:
-    """A run of whole pages. `key` is the run's token ids as int32 bytes."""
-
-    __slots__ = ("children", "key", "last_access", "locks", "namespace", "offered", "pages", "parent")
-
-    def __init__(self, namespace: str, key: bytes, pages: list[int], parent: Node | None) -> None:
-        self.namespace = namespace
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        self.last_access = 0
-        self.offered = False  # has an entry in the eviction heap
 
 
 @dataclass(frozen=True)
@@ -52,68 +37,91 @@ class RadixCache:
         self._pool = pool
         self._page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, Root] = {}
         self._time = 0
-        # Leaves that may be evicted, least recently used first. An entry is checked again when it is popped.
-        self._leaves: list[tuple[int, int, Node]] = []
         self.evictable = 0
         self.locked = 0
-        self.evicted_pages = 0
+        self.inserted_pages = 0
+        self.evicted_pages: dict[str, int] = {}
+        """Pages given up so far, per owner of the namespace they were in."""
 
-    def match(self, namespace: str, token_ids: Sequence[int], max_pages: int) -> Match:
-        """Longest prefix of `token_ids` held for `namespace`, at most `max_pages` long.
+    def root(self, namespace: str, owner: str = "", weight: float = 1.0) -> Root:
+        """The root of a namespace. `owner` is the tenant its pages count for; the last weight given holds."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Root(namespace, owner)
+        root.weight = weight
+        root.used_at = self.inserted_pages
+        return root
+
+    def key(self, token_ids: Sequence[int], begin: int, end: int) -> bytes:
+        """Pages `begin` to `end` of a token sequence as the tree compares them: int32 bytes."""
+        return array("i", token_ids[begin * self._page_size : end * self._page_size]).tobytes()
+
+    def match(self, node: Node, key: bytes) -> Match:
+        """The longest run of whole pages below `node` that begins as `key` does: its pages and its last node.
 
         The result is valid until the next call that can evict; lock the node to keep it.
         """
-        root = self._root(namespace)
-        key = array("i", token_ids[: max_pages * self._page_size]).tobytes()
-        node, depth = self._walk(root, key)
-        pages: list[int] = []
-        current = node
+        last, depth = self._walk(node, key)
         runs = []
-        while current.parent is not None:
+        current = last
+        while current is not node:
             runs.append(current.pages)
+            assert current.parent is not None
             current = current.parent
-        for run in reversed(runs):
-            pages.extend(run)
+        pages = [page for run in reversed(runs) for page in run]
         assert len(pages) * self._page_bytes == depth
-        return Match(pages, node)
+        return Match(pages, last)
 
-    def insert(self, namespace: str, token_ids: Sequence[int], pages: list[int], count: int) -> Node:
-        """Hand the first `count` pages of a request over to the tree and return the node of the last one.
+    def has_child(self, node: Node, first_page: bytes) -> bool:
+        """Whether `match` below `node` would find anything for a key that begins with this page."""
+        return first_page in node.children
 
-        `pages` is the request's own table and is rewritten in place: where the tree already holds a page for the
-        same prefix, the request's duplicate is freed and the tree's page takes its place.
+    def insert(self, node: Node, key: bytes, pages: list[int]) -> Node:
+        """Hand `pages`, which hold the tokens of `key`, over to the tree below `node`; returns their last node.
+
+        `pages` is rewritten in place: where the tree already holds a page for the same prefix, the duplicate is
+        freed and the tree's page takes its place. A leaf that only the caller has locked grows in place; it is then
+        returned itself and its lock covers the new pages.
         """
-        root = self._root(namespace)
-        key = array("i", token_ids[: count * self._page_size]).tobytes()
-        node, depth = self._walk(root, key)
-        held = depth // self._page_bytes
-        current, end = node, held
-        while current.parent is not None:
+        self.inserted_pages += len(pages)
+        root = node.root
+        root.used_at = self.inserted_pages
+        last, depth = self._walk(node, key)
+        held = end = depth // self._page_bytes
+        current = last
+        while current is not node:
             begin = end - len(current.pages)
-            for offset, page in enumerate(current.pages):
-                own = pages[begin + offset]
-                if own != page:
-                    self._pool.release((own,))
-                    pages[begin + offset] = page
+            for index, page in enumerate(current.pages, begin):
+                if pages[index] != page:
+                    self._pool.release((pages[index],))
+                    pages[index] = page
+            assert current.parent is not None
             current, end = current.parent, begin
-        if held < count:
-            child = Node(namespace, key[depth:], pages[held:count], node)
-            child.last_access = self._tick()
-            node.children[key[depth : depth + self._page_bytes]] = child
-            self.evictable += count - held
-            self._offer(child)
-            node = child
-        return node
+        if held == len(pages):
+            return last
+        new = pages[held:]
+        if last is node and node.locks == 1 and not node.children and node is not root:
+            node.key += key[depth:]
+            node.pages += new
+            self.locked += len(new)
+            root.locked += len(new)
+            return node
+        child = Node(root, key[depth:], new, last)
+        child.last_access = self._time
+        last.children[key[depth : depth + self._page_bytes]] = child
+        self.evictable += len(new)
+        root.evictable += len(new)
+        root.leaves.offer(child)
+        return child
 
-    def lock(self, node: Node) -> None:
-        """Keep the node and its ancestors from eviction."""
+    def lock(self, node: Node, above: Node | None = None) -> None:
+        """Keep the node and its ancestors, as far as `above` (excluded), from eviction."""
         current: Node | None = node
-        while current is not None:
+        while current is not above and current is not None:
             if current.locks == 0:
-                self.evictable -= len(current.pages)
-                self.locked += len(current.pages)
+                self._move(current, len(current.pages))
             current.locks += 1
             current = current.parent
 
@@ -123,41 +131,30 @@ class RadixCache:
         while current is not None:
             current.locks -= 1
             if current.locks == 0:
-                self.evictable += len(current.pages)
-                self.locked -= len(current.pages)
-                self._offer(current)
+                self._move(current, -len(current.pages))
+                current.root.leaves.offer(current)
             current = current.parent
+        self._drop_if_empty(node.root)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` unlocked pages, least recently used leaf first, tails first. Returns the number freed."""
+        """Free up to `count` unlocked pages; returns the number freed.
+
+        Which namespace gives is decided by `pages_to_evict_from`; inside it the least recently used leaf goes first,
+        tails first.
+        """
         freed = 0
-        while freed < count and self._leaves:
-            access, _, node = heapq.heappop(self._leaves)
-            node.offered = False
-            if node.locks or node.children or not node.pages:
-                continue
-            if access != node.last_access:
-                self._offer(node)
-                continue
-            take = min(count - freed, len(node.pages))
-            self._pool.release(node.pages[-take:])
-            child_key = node.key[: self._page_bytes]
-            del node.pages[-take:]
-            node.key = node.key[: len(node.pages) * self._page_bytes]
-            freed += take
-            self.evictable -= take
-            self.evicted_pages += take
-            if node.pages:
-                self._offer(node)
-                continue
-            parent = node.parent
-            assert parent is not None
-            del parent.children[child_key]
-            if parent.parent is not None:
-                self._offer(parent)
-            elif not parent.children and not parent.locks:
-                del self._roots[parent.namespace]
+        while freed < count and self.evictable:
+            root, most = pages_to_evict_from(self._roots.values(), self._pool.total, self.inserted_pages)
+            got = self._evict_from(root, min(most, count - freed))
+            assert got, "evictable pages are counted that no leaf holds"
+            freed += got
         return freed
+
+    def forget(self, namespace: str) -> None:
+        """Evict everything of a namespace that is not locked."""
+        root = self._roots.get(namespace)
+        if root is not None:
+            self._evict_from(root, root.evictable)
 
     def clear(self) -> int:
         """Evict everything that is not locked."""
@@ -165,49 +162,63 @@ class RadixCache:
 
     def check(self) -> None:
         """Walk the whole tree and compare it with the counters. Raises AssertionError: for tests and idle time."""
-        evictable = locked = 0
         seen: set[int] = set()
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            assert len(node.key) == len(node.pages) * self._page_bytes
-            assert not seen.intersection(node.pages)
-            seen.update(node.pages)
-            if node.locks:
-                locked += len(node.pages)
-            else:
-                evictable += len(node.pages)
-            for first, child in node.children.items():
-                assert child.parent is node and child.pages and child.key[: self._page_bytes] == first
-                assert child.locks == 0 or node.locks > 0
-                stack.append(child)
-        assert (evictable, locked) == (self.evictable, self.locked), (
-            evictable,
-            locked,
-            self.evictable,
-            self.locked,
-        )
+        totals = [0, 0]
+        for root in self._roots.values():
+            counts = [0, 0]
+            stack: list[Node] = [root]
+            while stack:
+                node = stack.pop()
+                assert len(node.key) == len(node.pages) * self._page_bytes and node.root is root
+                assert not seen.intersection(node.pages)
+                seen.update(node.pages)
+                counts[node.locks > 0] += len(node.pages)
+                for first, child in node.children.items():
+                    assert child.parent is node and child.pages and child.key[: self._page_bytes] == first
+                    assert child.locks == 0 or node.locks > 0
+                    stack.append(child)
+            assert counts == [root.evictable, root.locked], (counts, root.evictable, root.locked)
+            totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        assert totals == [self.evictable, self.locked], (totals, self.evictable, self.locked)
 
-    def _root(self, namespace: str) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(namespace, b"", [], None)
-        return root
+    def _move(self, node: Node, pages: int) -> None:
+        """Count pages of a node as locked (as evictable, when negative)."""
+        self.evictable -= pages
+        self.locked += pages
+        node.root.evictable -= pages
+        node.root.locked += pages
 
-    def _tick(self) -> int:
-        self._time += 1
-        return self._time
+    def _evict_from(self, root: Root, count: int) -> int:
+        freed = 0
+        while freed < count and (node := root.leaves.pop()) is not None:
+            take = min(count - freed, len(node.pages))
+            self._pool.release(node.pages[-take:])
+            child_key = node.key[: self._page_bytes]
+            del node.pages[-take:]
+            node.key = node.key[: len(node.pages) * self._page_bytes]
+            freed += take
+            self.evictable -= take
+            root.evictable -= take
+            if node.pages:
+                root.leaves.offer(node)
+                continue
+            parent = node.parent
+            assert parent is not None
+            del parent.children[child_key]
+            root.leaves.offer(parent)
+        self.evicted_pages[root.owner] = self.evicted_pages.get(root.owner, 0) + freed
+        self._drop_if_empty(root)
+        return freed
 
-    def _offer(self, node: Node) -> None:
-        if node.parent is not None and not (node.offered or node.locks or node.children):
-            node.offered = True
-            heapq.heappush(self._leaves, (node.last_access, id(node), node))
+    def _drop_if_empty(self, root: Root) -> None:
+        if not root.children and not root.locks:
+            self._roots.pop(root.namespace, None)
 
-    def _walk(self, root: Node, key: bytes) -> tuple[Node, int]:
-        """Deepest node whose path is a prefix of `key`, split where needed; and the length of that path in bytes."""
+    def _walk(self, start: Node, key: bytes) -> tuple[Node, int]:
+        """Deepest node below `start` whose path is a prefix of `key`, split where needed; the path's bytes."""
         size = self._page_bytes
-        node, depth = root, 0
-        now = self._tick()
+        node, depth = start, 0
+        self._time += 1
         while depth < len(key):
             child = node.children.get(key[depth : depth + size])
             if child is None:
@@ -215,7 +226,7 @@ class RadixCache:
             common = self._common(child.key, key, depth)
             if common < len(child.key):
                 child = self._split(child, common)
-            child.last_access = now
+            child.last_access = self._time
             node, depth = child, depth + common
         return node, depth
 
@@ -238,7 +249,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         count = length // self._page_bytes
-        upper = Node(node.namespace, node.key[:length], node.pages[:count], parent)
+        upper = Node(node.root, node.key[:length], node.pages[:count], parent)
         upper.locks = node.locks
         upper.last_access = node.last_access
         parent.children[upper.key[: self._page_bytes]] = upper

@@ -159,7 +159,7 @@ class RowLogprobs:
 
     def add_to(self, row: StreamRow) -> StreamRow:
         """The row with these log probabilities, those of the output only beside a token."""
-        return replace(row, logprobs=self.output if row.token_ids else (), prompt_logprobs=self.prompt)
+        return row._replace(logprobs=self.output if row.token_ids else (), prompt_logprobs=self.prompt)
 
 
 NO_LOGPROBS = RowLogprobs()

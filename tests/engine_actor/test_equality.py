@@ -142,7 +142,7 @@ def test_C08_warm_prefix_gives_the_tokens_of_a_cold_one(executor, prompts) -> No
     for prompt, (tokens, gaps, _) in zip(cut, cold, strict=True):
         warm, _, _ = generate(executor, [prompt], scheduler=scheduler, tokens=3)
         assert_equal(warm[0], (tokens[0], gaps[0]))
-    assert scheduler.cached_tokens >= 160
+    assert scheduler.service.cached_tokens >= 160
 
 
 def test_preemption_does_not_matter(executor, prompts) -> None:

@@ -107,6 +107,52 @@ def test_least_recently_used_goes_first_tail_first() -> None:
     assert len(cache.open("a", tokens(2, 2, 2)).pages) == 1
 
 
+def test_a_flood_of_one_tenant_leaves_the_cached_prefixes_of_another() -> None:
+    cache = KVCache(41)  # 20 pages for each of two tenants
+    quiet = tokens(*range(10))
+    cache.close(run(cache, "quiet", quiet))
+    for value in range(100, 130):
+        cache.close(run(cache, "flood", tokens(value, value, value, value)))
+    kept = cache.open("quiet", quiet)
+    assert len(kept.pages) == 10
+    cache.close(kept)
+    cache.check_idle()
+
+
+def test_shares_of_the_cache_follow_the_weights() -> None:
+    cache = KVCache(41)
+    for value in range(100, 130):
+        for name, weight in (("one", 1.0), ("three", 3.0)):
+            prompt = tokens(value, value)
+            table = cache.open(name, prompt, name, weight)
+            assert cache.reserve(table, len(prompt))
+            cache.share(table, prompt, len(prompt))
+            cache.close(table)
+    held = {root.namespace: root.evictable for root in cache._tree._roots.values()}
+    assert abs(held["one"] - 10) <= 3 and abs(held["three"] - 30) <= 3
+    assert set(cache.evicted_by_owner) == {"one", "three"}
+
+
+def test_a_tenant_that_left_long_ago_keeps_no_share() -> None:
+    cache = KVCache(41)
+    cache.close(run(cache, "gone", tokens(*range(10))))
+    for value in range(100, 100 + 60):
+        cache.close(run(cache, "here", tokens(value, value, value, value)))
+    assert cache.open("gone", tokens(*range(10))).pages == []
+
+
+def test_a_prefix_of_chunks_is_one_node() -> None:
+    cache = KVCache(64)
+    prompt = list(range(20 * PAGE_SIZE))
+    table = cache.open("a", prompt)
+    for end in range(PAGE_SIZE // 2, len(prompt) + 1, PAGE_SIZE // 2):
+        assert cache.reserve(table, end)
+        cache.share(table, prompt, end)
+    assert table.node is not None and len(table.node.pages) == 20
+    cache.close(table)
+    cache.check_idle()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """D07: opens, chunks, decodes and closes in any order never lose or double a page, nor mix prefixes."""
 
@@ -148,6 +194,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 99))
+    def extend(self, index: int) -> None:
+        """In the middle of a prompt, take what another request has computed meanwhile."""
+        index %= len(self.live)
+        table, prompt, computed = self.live[index]
+        if table.shared != computed // PAGE_SIZE or not self.cache.extend(table, prompt):
+            return
+        for number, page in enumerate(table.pages):
+            assert self.content[page] == (table.namespace, tuple(prompt[: (number + 1) * PAGE_SIZE]))
+        self.live[index] = (table, prompt, table.shared * PAGE_SIZE)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 99))
     def close(self, index: int) -> None:
         table, _, _ = self.live.pop(index % len(self.live))
         self.cache.close(table)
@@ -158,9 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounting(self) -> None:
-        private = sum(len(table.pages) - table.shared for table, _, _ in self.live)
-        assert self.cache.free + self.cache.evictable + self.cache.locked + private == self.cache.total
-        self.cache._tree.check()
+        self.cache.check(private=sum(len(table.pages) - table.shared for table, _, _ in self.live))
 
     def teardown(self) -> None:
         for table, _, _ in self.live:

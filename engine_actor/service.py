@@ -1,0 +1,71 @@
+"""Accounts of what an engine has served: in priced tokens per tenant, and in tokens by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_actor.sequence import SequenceState
+from policies.service import ServicePrices
+
+
+@dataclass
+class PrefixCounters:
+    """Prompt tokens of one tenant found in the prefix cache, and those that were not. Cumulative."""
+
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+
+
+class ServiceAccounts:
+    """Charges each token once, when it is first served; what is computed again is charged to nobody."""
+
+    def __init__(self, prices: ServicePrices) -> None:
+        self.prices = prices
+        self.served: dict[str, float] = {}
+        self.prefix: dict[str, PrefixCounters] = {}
+        self.recomputed_chunks = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(counters.hit_tokens for counters in self.prefix.values())
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(counters.miss_tokens for counters in self.prefix.values())
+
+    def computed(self, sequence: SequenceState, start: int, end: int) -> None:
+        """Positions start .. end - 1 are in the step to come."""
+        if start < sequence.served:
+            self.recomputed_chunks += 1
+        if fresh := self._serve(sequence, start, end):
+            self._prefix(sequence).miss_tokens += fresh
+            self._charge(sequence, self.prices.cost(computed_input=fresh))
+
+    def cached(self, sequence: SequenceState, start: int, end: int) -> None:
+        """Positions start .. end - 1 were found in the prefix cache."""
+        if fresh := self._serve(sequence, start, end):
+            sequence.cached_input += fresh
+            self._prefix(sequence).hit_tokens += fresh
+            self._charge(sequence, self.prices.cost(cached_input=fresh))
+
+    def output(self, sequence: SequenceState) -> None:
+        """A token has been sampled."""
+        tenant = sequence.tenant
+        self.served[tenant.name] = self.served.get(tenant.name, 0.0) + self.prices.output
+        if sequence.predicted_output_left:
+            sequence.predicted_output_left -= 1
+            tenant.output_left -= 1
+
+    def _serve(self, sequence: SequenceState, start: int, end: int) -> int:
+        """Note that positions up to `end` are served; returns the prompt tokens among them that were not before."""
+        fresh = max(0, min(end, sequence.prompt_tokens) - max(start, sequence.served))
+        sequence.tenant.input_left -= fresh
+        sequence.served = max(sequence.served, end)
+        return fresh
+
+    def _prefix(self, sequence: SequenceState) -> PrefixCounters:
+        return self.prefix.setdefault(sequence.tenant.name, PrefixCounters())
+
+    def _charge(self, sequence: SequenceState, cost: float) -> None:
+        tenant = sequence.tenant.name
+        self.served[tenant] = self.served.get(tenant, 0.0) + cost
