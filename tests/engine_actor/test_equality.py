@@ -82,13 +82,16 @@ def generate(
     tokens: int = TOKENS,
     sampling: SamplingParams | None = None,
     scheduler: Scheduler | None = None,
+    predicted: int = TOKENS,
 ) -> tuple[list[list[int]], list[list[float]], Scheduler]:
     runner = GapRunner(executor)
     scheduler = scheduler or Scheduler(SchedulerConfig(16, budget, 2048, chunk), num_pages)
     names = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         params = sampling or SamplingParams(tokens, temperature=0.0)
-        scheduler.submit(EngineRequest(name, 1, name, "t", prompt, params), 0.0)
+        scheduler.submit(
+            EngineRequest(name, 1, name, "t", prompt, params, predicted_output_tokens=predicted), 0.0
+        )
     ids = {sequence.request.request: sequence.id for sequence in scheduler._live.values()}
     answers: dict[str, list[int]] = {name: [] for name in names}
     while scheduler.has_work:
@@ -148,7 +151,7 @@ def test_C08_warm_prefix_gives_the_tokens_of_a_cold_one(executor, prompts) -> No
 def test_preemption_does_not_matter(executor, prompts) -> None:
     short = prompts[:3]
     calm = [generate(executor, [prompt], tokens=30) for prompt in short]
-    tokens, _, scheduler = generate(executor, short, num_pages=8, tokens=30)
+    tokens, _, scheduler = generate(executor, short, num_pages=8, tokens=30, predicted=1)
     assert scheduler.preemptions > 0
     for answer, (reference, gaps, _) in zip(tokens, calm, strict=True):
         assert_equal(answer, (reference[0], gaps[0]))

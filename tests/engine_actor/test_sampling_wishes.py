@@ -57,9 +57,8 @@ class PrefixModel(Executor):
 
 
 def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
-    return EngineRequest(
-        name, 1, name, f"tenant-{name[0]}", prompt, SamplingParams(**({"max_tokens": 12} | params))
-    )
+    sampling = SamplingParams(**({"max_tokens": 12} | params))
+    return EngineRequest(name, 1, name, f"tenant-{name[0]}", prompt, sampling, predicted_output_tokens=1)
 
 
 def run(
