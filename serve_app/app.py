@@ -19,16 +19,24 @@ from serve_app.fair_queue import FairQueueSpec, fair_queue_deployment, fair_queu
 from serve_app.gateway import GatewayApp
 from serve_app.pool import ModelPool
 from serve_app.redis_owner import redis_deployment
-from serve_app.settings import AppSettings, ModelSettings, parse_args, parse_user_config, refuse_demo_keys
+from serve_app.settings import (
+    AppSettings,
+    ModelSettings,
+    is_loopback,
+    parse_args,
+    parse_user_config,
+    refuse_demo_keys,
+)
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.metrics import GatewayMetrics
 from serve_app.telemetry.tracing import TracingConfig, build_tracing
 from serve_app.text.model_text import ModelText, load_model_text, stub_model_text
 from tenancy.directory import TenantDirectory
+from tenancy.directory_store import DirectoryStore, DirectoryWatch
 from tenancy.models import Price
 from tenancy.quota import QuotaStore
-from tenancy.redis import connect
+from tenancy.redis import BLOCKING_TIMEOUT_S, connect
 from tenancy.secret_file import load_or_create_secret
 
 logger = logging.getLogger(__name__)
@@ -80,8 +88,10 @@ class Gateway:
             version=version("evenhand"),
         )
         self._prices: dict[str, Price] = {}
+        self._gateway.directory.complete = False
+        self._directory_watch: DirectoryWatch | None = None
         if self._redis_url is not None:
-            self._gateway.quota = self._quota_store(self._redis_url)
+            self._gateway.quota = self._connect(self._redis_url)
         else:
             self._watch = asyncio.create_task(self._watch_redis())
 
@@ -98,19 +108,33 @@ class Gateway:
         if self._gateway.quota is not None:
             self._gateway.quota.prices = self._prices
         self._gateway.directory.update(tenants)
+        admin = self._gateway.admin
+        admin.prices = settings.prices
+        admin.keys = {}
+        if settings.admin is not None and (settings.admin.allow_remote or is_loopback(http_host())):
+            admin.keys = settings.admin.keys
         key = settings.metrics_key
         self._gateway.metrics_key = None if key is None else key.get_secret_value()
-        self._gateway.telemetry.metrics.retain_tenants([tenant.id for tenant in tenants])
+        self._gateway.telemetry.metrics.retain_tenants(list(self._gateway.directory.tenants()))
 
     async def check_health(self) -> None:
         """Serve asks on the loop that serves requests: an answer is the proof."""
 
     async def __del__(self) -> None:
+        if self._directory_watch is not None:
+            await self._directory_watch.aclose()
         await self._gateway.close()
 
-    def _quota_store(self, url: str) -> QuotaStore:
-        store = QuotaStore(connect(url), prices=self._prices)
+    def _connect(self, url: str) -> QuotaStore:
+        """Everything of this gateway that Redis keeps: quotas, and tenants managed at run time."""
+        redis = connect(url)
+        store = QuotaStore(redis, prices=self._prices)
         store.start()
+        self._gateway.admin.store = DirectoryStore(redis, store.guarded)
+        blocking = connect(url, socket_timeout_s=BLOCKING_TIMEOUT_S)
+        self._directory_watch = DirectoryWatch(
+            DirectoryStore(blocking, store.guarded), self._gateway.directory
+        )
         return store
 
     async def _watch_redis(self) -> None:
@@ -121,7 +145,9 @@ class Gateway:
                 url = await self._redis.url.remote()
                 if url != self._redis_url:
                     self._redis_url, old = url, self._gateway.quota
-                    self._gateway.quota = self._quota_store(url)
+                    if self._directory_watch is not None:
+                        await self._directory_watch.aclose()
+                    self._gateway.quota = self._connect(url)
                     if old is not None:
                         await old.aclose()
             except ray.exceptions.RayError as error:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from serve_app import admin_cli
+
 COMMANDS_GROUP = "evenhand.commands"
 """Entry points of this group, each a typer app or a function, become commands under their names."""
 
@@ -42,6 +44,9 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Work with config files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(admin_cli.tenants_app, name="tenants")
+app.add_typer(admin_cli.keys_app, name="keys")
+app.command()(admin_cli.audit)
 
 
 def _print_version(wanted: bool) -> None:
@@ -103,3 +108,7 @@ def _fail(message: str) -> None:
 def main() -> None:
     """The `evenhand` command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from serve_app.admin import Admin
 from serve_app.api import errors
 from serve_app.api.endpoints import ParsedRequest, parse_chat, parse_completion
 from serve_app.api.errors import ApiError
@@ -28,7 +29,7 @@ from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.metrics import CONTENT_TYPE
 from serve_app.telemetry.records import Outcome, RequestRecord, bounded
 from serve_app.telemetry.tracing import outgoing_headers
-from tenancy.directory import TenantDirectory
+from tenancy.directory import Identity, TenantDirectory
 from tenancy.models import Tenant
 from tenancy.quota import QuotaStore, QuotaUnavailable
 
@@ -38,6 +39,8 @@ RENEW_HOLDS_SECONDS = 10.0
 CLIENT_CLOSED_REQUEST = 499
 
 Endpoint = Literal["chat", "completions"]
+SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models"]
+"""Routes that a key may be limited to."""
 
 
 class GatewayApp:
@@ -64,6 +67,7 @@ class GatewayApp:
         self.telemetry = telemetry
         self._by_name = {name: pool for pool in pools for name in pool.names}
         self._max_request_bytes = max_request_bytes
+        self.admin = Admin(directory, [pool.model for pool in pools], SCOPES)
         self._waiting_timeouts = waiting_timeouts
         self.metrics_key: str | None = None
         self._version = version
@@ -85,6 +89,7 @@ class GatewayApp:
             Route("/live", self._alive, methods=["GET"]),
             Route("/version", self._version_route, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
+            *self.admin.routes(),
         ]
         app.router.redirect_slashes = False
         app.add_exception_handler(404, lambda request, error: _error_response(errors.not_found()))
@@ -97,7 +102,7 @@ class GatewayApp:
     def ready(self) -> bool:
         """A request that came now could be served."""
         quota_ready = self.quota is not None and self.quota.healthy
-        return quota_ready and all(pool.ready for pool in self.pools)
+        return quota_ready and self.directory.complete and all(pool.ready for pool in self.pools)
 
     async def close(self) -> None:
         """Let background endings finish, then stop everything."""
@@ -174,7 +179,8 @@ class GatewayApp:
 
     async def _admit(self, endpoint: Endpoint, connection: Connection, record: RequestRecord) -> RequestLife:
         """Steps 1 and 2: who asks, and for what. Raises ApiError."""
-        tenant = self._authenticate(connection.headers.getlist("authorization"), record)
+        identity = self._identify(connection.headers.getlist("authorization"), record.route, record)
+        tenant = identity.tenant
         media_type = (
             connection.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         )
@@ -200,7 +206,7 @@ class GatewayApp:
             raise ApiError("quota_store_unavailable", "The quota store is not ready. Try again shortly.")
         return RequestLife(
             record,
-            tenant,
+            identity,
             pool,
             self.quota,
             self.directory.cache_salt(tenant.id),
@@ -208,17 +214,23 @@ class GatewayApp:
             self._waiting_timeouts[pool.model],
         )
 
-    def _authenticate(self, authorization: list[str], record: RequestRecord | None = None) -> Tenant:
-        """Identity comes from the key alone. Raises ApiError 401."""
+    def _identify(
+        self, authorization: list[str], route: str, record: RequestRecord | None = None
+    ) -> Identity:
+        """Identity comes from the key alone. Raises ApiError 401, 403 or 503."""
         scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
-        tenant = self.directory.authenticate(key.strip()) if scheme.lower() == "bearer" else None
-        if tenant is None:
+        identity = self.directory.authenticate(key.strip()) if scheme.lower() == "bearer" else None
+        if not self.directory.complete:  # a key may have been revoked, or made
+            raise ApiError("quota_store_unavailable", "The server is not ready. Try again shortly.")
+        if identity is None:
             raise errors.invalid_api_key()
         if record is not None:
-            record.tenant = tenant.id
+            record.tenant = identity.tenant.id
             record.key_fingerprint = self.directory.fingerprint(key.strip())
             record.authenticated_ms = record.now_ms()
-        return tenant
+        if not identity.may_call(route):
+            raise errors.route_not_allowed()
+        return identity
 
     def _pool(self, model: str, tenant: Tenant) -> ModelPool:
         pool = self._by_name.get(model)
@@ -279,11 +291,11 @@ class GatewayApp:
     # Other routes -----------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        tenant = self._authenticate(request.headers.getlist("authorization"))
+        tenant = self._identify(request.headers.getlist("authorization"), "/v1/models").tenant
         return JSONResponse(model_list(self._cards(tenant)))
 
     async def _model(self, request: Request) -> Response:
-        tenant = self._authenticate(request.headers.getlist("authorization"))
+        tenant = self._identify(request.headers.getlist("authorization"), "/v1/models").tenant
         name = request.path_params["model"]
         self._pool(name, tenant)
         return JSONResponse(next(card.to_dict() for card in self._cards(tenant) if card.id == name))

@@ -27,7 +27,7 @@ from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
 from serve_app.text.text_stream import TextStream
-from tenancy.models import Tenant
+from tenancy.directory import Identity
 from tenancy.quota import Demand, Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class RequestLife:
     def __init__(
         self,
         record: RequestRecord,
-        tenant: Tenant,
+        identity: Identity,
         pool: ModelPool,
         quota: QuotaStore,
         namespace: str,
@@ -86,7 +86,8 @@ class RequestLife:
     ) -> None:
         self.record = record
         self.id = uuid.uuid4().hex
-        self._tenant = tenant
+        self._identity = identity
+        self._tenant = identity.tenant
         self._pool = pool
         self._quota = quota
         self._namespace = namespace
@@ -125,7 +126,9 @@ class RequestLife:
 
     async def reserve(self) -> None:
         """Step 3. Raises ApiError 400, 429 or 503; then nothing has been taken."""
-        self._parsed = fit_lengths(self._parsed, self._tenant, self._pool.model)
+        self._parsed = fit_lengths(
+            self._parsed, self._tenant, self._pool.model, key_limits=self._identity.limits
+        )
         longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
         demand = Demand(
             request_id=self.record.request,
@@ -136,7 +139,7 @@ class RequestLife:
         )
         try:
             outcome = await self._quota.reserve(
-                self._tenant, demand, key_id=self.record.key_fingerprint or ""
+                self._tenant, demand, key_id=self._identity.key_id, key_limits=self._identity.limits
             )
         except QuotaUnavailable:
             raise ApiError(

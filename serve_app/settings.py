@@ -191,15 +191,26 @@ class AppSettings(_Settings):
         return Path(self.data_dir or f"var/{port}").expanduser().resolve()
 
 
+class AdminSettings(_Settings):
+    """The admin API. `keys` by the name that the audit shows; with `allow_remote` also where other machines can
+    reach the server."""
+
+    keys: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._@-]{1,64}$")], Annotated[SecretStr, Field(min_length=24)]
+    ]
+    allow_remote: bool = False
+
+
 class UserConfig(_Settings):
     """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set.
 
-    `prices` are per million tokens, by model id. `metrics_key` opens /metrics; None opens it to nobody. It is
-    here and not in `args`, which Ray writes to its logs.
+    `prices` are per million tokens, by model id. `admin` None turns the admin API off. `metrics_key` opens
+    /metrics; None opens it to nobody. It is here and not in `args`, which Ray writes to its logs.
     """
 
     tenants: list[Tenant] = []
     prices: dict[str, Price] = {}
+    admin: AdminSettings | None = None
     metrics_key: Annotated[SecretStr, Field(min_length=16)] | None = None
 
     @field_validator("tenants")

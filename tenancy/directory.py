@@ -1,66 +1,150 @@
-"""Who a key belongs to: the tenants of the config, in memory."""
+"""Who a key belongs to: the tenants of the config and those managed at run time, in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from tenancy.keys import KeyHasher
-from tenancy.models import Tenant, check_unambiguous
+from tenancy.models import KeyRecord, Limits, Tenant, check_unambiguous
+
+Source = Literal["config", "managed"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who sent a request, by the key alone. `tenant` is narrowed to the models of the key."""
+
+    tenant: Tenant
+    key_id: str
+    routes: tuple[str, ...] | None = None
+    limits: Limits | None = None
+    expires_at: int | None = None
+
+    def may_call(self, route: str) -> bool:
+        """Whether the key opens this route."""
+        return self.routes is None or route in self.routes
 
 
 @dataclass(frozen=True, repr=False)
 class _Snapshot:
     by_id: dict[str, Tenant]
-    by_digest: dict[bytes, Tenant]
+    by_digest: dict[bytes, Identity]
 
 
 class TenantDirectory:
     """Tenants by key and by id. Identity comes from the key alone.
 
-    `secret` is the server secret that all gateways of a system share. Raises ValueError for tenants that
-    share an id or a key.
+    The config's tenants and keys are the base; a managed one stands in for a base one with the same id. The
+    id of a config key is its fingerprint. `secret` is the server secret that all gateways of a system share.
+    Raises ValueError for tenants that share an id or a key.
     """
 
-    def __init__(self, tenants: Iterable[Tenant], secret: bytes) -> None:
+    def __init__(
+        self, tenants: Iterable[Tenant], secret: bytes, clock: Callable[[], float] = time.time
+    ) -> None:
         self._hasher = KeyHasher(secret)
-        self._snapshot = self._build(tenants)
+        self._clock = clock
+        self._base: dict[str, Tenant] = {}
+        self._base_keys: dict[str, KeyRecord] = {}
+        self._managed: dict[str, Tenant] = {}
+        self._managed_keys: dict[str, KeyRecord] = {}
+        self.complete = True
+        """False until managed tenants are known: a key may have been revoked."""
+        self.update(tenants)
 
     def __repr__(self) -> str:
         return f"TenantDirectory({len(self._snapshot.by_id)} tenants)"
 
-    def authenticate(self, key: str) -> Tenant | None:
-        """The enabled tenant that holds `key`, else None. Unknown, wrong, disabled, empty, non-ASCII and
-        over-long keys all take this one path: one keyed hash, one look-up."""
-        return self._snapshot.by_digest.get(self._hasher.digest(key))
+    def authenticate(self, key: str) -> Identity | None:
+        """Whose key this is, else None. Unknown, wrong, revoked, disabled, empty, non-ASCII and over-long
+        keys all take this one path: one keyed hash, one look-up."""
+        identity = self._snapshot.by_digest.get(self._hasher.digest(key))
+        if identity is None or (identity.expires_at is not None and identity.expires_at <= self._clock()):
+            return None
+        return identity
 
     def get(self, tenant_id: str) -> Tenant | None:
-        """The tenant with this id, enabled or not."""
+        """The tenant with this id, enabled or not; None for one that was deleted."""
         return self._snapshot.by_id.get(tenant_id)
 
+    def tenants(self) -> dict[str, tuple[Tenant, Source]]:
+        """Every tenant by id, and where it comes from."""
+        return {
+            id: (tenant, "managed" if id in self._managed else "config")
+            for id, tenant in sorted(self._snapshot.by_id.items())
+        }
+
+    def keys(self, tenant_id: str | None = None) -> list[KeyRecord]:
+        """The keys of one tenant, or of all, revoked and expired ones included."""
+        found = {**self._base_keys, **self._managed_keys}.values()
+        return sorted((k for k in found if tenant_id in (None, k.tenant)), key=lambda k: (k.created_at, k.id))
+
+    def key(self, key_id: str) -> KeyRecord | None:
+        """The key with this id."""
+        return self._managed_keys.get(key_id) or self._base_keys.get(key_id)
+
+    def managed_tenant(self, tenant_id: str) -> Tenant | None:
+        """The tenant as it is stored, if it is managed at run time."""
+        return self._managed.get(tenant_id)
+
+    def managed_key(self, key_id: str) -> KeyRecord | None:
+        """The key as it is stored, if it is managed at run time."""
+        return self._managed_keys.get(key_id)
+
     def update(self, tenants: Iterable[Tenant]) -> None:
-        """Replace all tenants at once: a key that is gone is refused from the next call on. On ValueError
-        the old tenants stay."""
-        self._snapshot = self._build(tenants)
+        """Replace all tenants of the config at once: a key that is gone is refused from the next call on. On
+        ValueError the old tenants stay."""
+        tenants = tuple(tenants)
+        check_unambiguous(tenants)
+        self._base = {tenant.id: tenant.model_copy(update={"api_keys": ()}) for tenant in tenants}
+        self._base_keys = {}
+        for tenant in tenants:
+            for key in (secret.get_secret_value() for secret in tenant.api_keys):
+                digest, id = self._hasher.digest(key), self._hasher.fingerprint(key)
+                self._base_keys[id] = KeyRecord(id=id, tenant=tenant.id, digest=digest.hex(), created_at=0)
+        self._snapshot = self._build()
+
+    def update_managed(self, tenants: Mapping[str, Tenant], keys: Mapping[str, KeyRecord]) -> None:
+        """Replace all that is managed at run time."""
+        self._managed, self._managed_keys = dict(tenants), dict(keys)
+        self.complete = True
+        self._snapshot = self._build()
+
+    def merge_managed(self, tenants: Mapping[str, Tenant], keys: Mapping[str, KeyRecord]) -> None:
+        """Take these changes to what is managed at run time."""
+        self.update_managed({**self._managed, **tenants}, {**self._managed_keys, **keys})
+
+    def digest(self, key: str) -> str:
+        """What is stored instead of a key, 64 hex digits."""
+        return self._hasher.digest(key).hex()
 
     def fingerprint(self, key: str) -> str:
         """What logs may show of a key."""
         return self._hasher.fingerprint(key)
 
+    def secret_check(self) -> str:
+        """Tells whether two gateways have the same server secret, and nothing about it."""
+        return self._hasher.cache_salt("+secret check")
+
     def cache_salt(self, tenant_id: str) -> str:
         """The prefix-cache namespace of a tenant."""
         return self._hasher.cache_salt(tenant_id)
 
-    def _build(self, tenants: Iterable[Tenant]) -> _Snapshot:
-        tenants = tuple(tenants)
-        check_unambiguous(tenants)
-        by_id: dict[str, Tenant] = {}
-        by_digest: dict[bytes, Tenant] = {}
-        for tenant in tenants:
-            keyless = tenant.model_copy(update={"api_keys": ()})
-            by_id[tenant.id] = keyless
-            if tenant.enabled:
-                by_digest.update(
-                    (self._hasher.digest(key.get_secret_value()), keyless) for key in tenant.api_keys
-                )
+    def _build(self) -> _Snapshot:
+        merged = {**self._base, **self._managed}
+        by_id = {id: tenant for id, tenant in merged.items() if not tenant.deleted}
+        by_digest: dict[bytes, Identity] = {}
+        for key in {**self._base_keys, **self._managed_keys}.values():
+            tenant = by_id.get(key.tenant)
+            if tenant is None or not tenant.enabled or key.revoked:
+                continue
+            if key.models is not None:
+                allowed = tuple(m for m in key.models if tenant.may_use(m))
+                tenant = tenant.model_copy(update={"models": allowed})
+            by_digest[bytes.fromhex(key.digest)] = Identity(
+                tenant, key.id, key.routes, key.limits, key.expires_at
+            )
         return _Snapshot(by_id, by_digest)

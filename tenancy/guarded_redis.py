@@ -12,6 +12,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
+from tenancy.tasks import end
+
 logger = logging.getLogger(__name__)
 
 _PROBE = "return redis.call('SET', KEYS[1], '1', 'PX', 1000)"
@@ -85,9 +87,7 @@ class GuardedRedis:
 
     async def aclose(self) -> None:
         """Stop probing. The client stays open: it belongs to whoever made it."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+        await end(self._probing)
 
     def _refuse_if_open(self) -> None:
         if self._probing is not None:

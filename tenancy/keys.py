@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 
 MAX_KEY_CHARS = 256
 _WELL_FORMED = re.compile(r"eh_[a-z0-9][a-z0-9_-]*_[A-Za-z0-9_-]+")
@@ -13,6 +14,12 @@ def is_well_formed(key: str) -> bool:
     """Whether `key` has the form eh_<id>_<secret>. For keys from a config: requests are never judged by
     form."""
     return len(key) <= MAX_KEY_CHARS and _WELL_FORMED.fullmatch(key) is not None
+
+
+def new_key() -> tuple[str, str]:
+    """A new key's id (12 hex digits) and the key itself, which is shown once and kept nowhere."""
+    id = secrets.token_hex(6)
+    return id, f"eh_{id}_{secrets.token_urlsafe(32)}"
 
 
 class KeyHasher:

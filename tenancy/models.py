@@ -116,13 +116,14 @@ class Tenant(_Model):
 
     A request must fit `limits`, those of its model and those of its class. `api_keys` is filled in the
     config only: the directory keeps hashes and hands out tenants without keys. A disabled tenant's keys are
-    treated as unknown.
+    treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used.
     """
 
     id: TenantId
     name: Annotated[str, Field(max_length=200)] | None = None
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     enabled: bool = True
+    deleted: bool = False
     demo: bool = False
     models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     limits: Limits = Limits()
@@ -144,6 +145,24 @@ class Tenant(_Model):
     def may_use(self, model: str) -> bool:
         """Whether the tenant may use the model with this id."""
         return self.models is None or model in self.models
+
+
+class KeyRecord(_Model):
+    """A key as it is stored: its keyed hash (64 hex digits), whose it is, and what it opens.
+
+    `models` and `routes` None are all that the tenant may use. Times are seconds since 1970.
+    """
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+    tenant: TenantId
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    name: Annotated[str, Field(max_length=200)] | None = None
+    models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    routes: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    limits: Limits | None = None
+    created_at: int
+    expires_at: int | None = None
+    revoked: bool = False
 
 
 def check_unambiguous(tenants: Iterable[Tenant]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import uuid
 
 from tenancy.guarded_redis import GuardedRedis, QuotaUnavailable, Script
+from tenancy.tasks import end
 
 BEAT_S = 3.0
 LAPSE_S = 15.0
@@ -36,8 +37,7 @@ class Presence:
         """Stop, and be counted no more."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         with contextlib.suppress(QuotaUnavailable):
             await self._redis.run(self._script, [self._key], [self._id, 0])
 

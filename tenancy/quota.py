@@ -18,17 +18,16 @@ from typing import Literal
 from redis.asyncio import Redis
 
 from tenancy.guarded_redis import GuardedRedis, QuotaUnavailable, Script
+from tenancy.layout import PREFIX
 from tenancy.limits import Check, Demand, Used, applicable, checks, estimate_price
 from tenancy.models import LimitName, Limits, Price, Tenant
 from tenancy.outage import Outage
 from tenancy.presence import Presence
+from tenancy.tasks import end
 
 __all__ = ["PREFIX", "Demand", "Hold", "QuotaRefusal", "QuotaStore", "QuotaUnavailable", "Rate", "Used"]
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "eh:v2"
-"""Of every key. The number is that of the layout: it changes with what is kept."""
 
 RESERVE_ATTEMPTS = 2
 _DONE_MS = 900_000
@@ -136,6 +135,11 @@ class QuotaStore:
         return self._redis.healthy
 
     @property
+    def guarded(self) -> GuardedRedis:
+        """The same Redis behind the same breaker, for what else a gateway keeps there."""
+        return self._redis
+
+    @property
     def admitted_in_outages(self) -> int:
         """Requests admitted without Redis, by the policies of their limits."""
         return self._outage.admitted
@@ -226,9 +230,7 @@ class QuotaStore:
 
     async def aclose(self) -> None:
         """Stop the background work. What is still owed lapses with its lease."""
-        if self._repaying is not None:
-            self._repaying.cancel()
-            await asyncio.gather(self._repaying, return_exceptions=True)
+        await end(self._repaying)
         for owed in self._owed.values():
             logger.error("usage that Redis never confirmed: %s", owed.args[1])
         await self._presence.aclose()

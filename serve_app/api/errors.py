@@ -21,9 +21,11 @@ _CODES: dict[str, tuple[int, str]] = {
     "context_length_exceeded": (400, _INVALID),
     "invalid_api_key": (401, "authentication_error"),
     "model_not_allowed": (403, "permission_error"),
+    "route_not_allowed": (403, "permission_error"),
     "model_not_found": (404, "not_found_error"),
     "not_found": (404, "not_found_error"),
     "method_not_allowed": (405, _INVALID),
+    "conflict": (409, _INVALID),
     "idempotency_conflict": (409, _INVALID),
     "request_too_large": (413, _INVALID),
     "unsupported_media_type": (415, _INVALID),
@@ -40,7 +42,9 @@ _CODES: dict[str, tuple[int, str]] = {
     "quota_store_unavailable": (503, _SERVER),
     "deadline_exceeded": (504, _SERVER),
 }
-_RETRY_CANNOT_HELP = frozenset({"idempotency_conflict", "budget_exceeded", "deadline_unattainable"})
+_RETRY_CANNOT_HELP = frozenset(
+    {"conflict", "idempotency_conflict", "budget_exceeded", "deadline_unattainable"}
+)
 _RETRY_STATUSES = frozenset({429, 503})
 _DEFAULT_RETRY_MS = 1000
 
@@ -139,6 +143,11 @@ def invalid_api_key() -> ApiError:
 def model_not_allowed(model: str) -> ApiError:
     """The tenant may not use this model."""
     return ApiError("model_not_allowed", f"This API key may not use the model {quote(model)}.", param="model")
+
+
+def route_not_allowed() -> ApiError:
+    """The key does not open this route."""
+    return ApiError("route_not_allowed", "This API key may not be used for this address.")
 
 
 def model_not_found(model: str) -> ApiError:

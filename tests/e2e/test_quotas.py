@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -12,6 +15,7 @@ import redis
 
 pytestmark = pytest.mark.e2e
 
+ADMIN_KEY = "eh_admin_key_for_these_tests"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
@@ -22,6 +26,7 @@ def server(start_server: Any) -> Any:
     def tenants(config: dict[str, Any]) -> None:
         user_config = config["applications"][0]["deployments"][0]["user_config"]
         model = config["applications"][0]["args"]["models"][0]["id"]
+        user_config["admin"] = {"keys": {"ops": ADMIN_KEY}}
         user_config["prices"] = {model: {"input": 1.0, "output": 2.0}}
         user_config["tenants"] += [
             {
@@ -119,3 +124,29 @@ def test_lengths_of_a_tenant(server: Any) -> None:
     answer = post(messages=[{"role": "user", "content": "Hello " * 60}])
     assert answer.status_code == 400 and "at most 60 tokens" in answer.json()["error"]["message"]
     assert json.loads(answer.text)["error"]["code"] == "invalid_request"
+
+
+def test_f19_a_key_made_and_revoked_by_the_command_line(server: Any) -> None:
+    def run(*arguments: str) -> dict[str, Any]:
+        environment = {**os.environ, "EVENHAND_ADMIN_KEY": ADMIN_KEY, "EVENHAND_URL": server.base_url}
+        command = [sys.executable, "-m", "serve_app.cli", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def ask(key: str, path: str = "/v1/completions") -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": server.model, "prompt": "Hello", "max_tokens": 1}
+        return httpx.post(f"{server.base_url}{path}", json=body, headers=headers, trust_env=False).status_code
+
+    run("tenants", "create", "team", "--set", 'limits={"requests_per_minute": 100}')
+    made = run("keys", "create", "team", "--set", 'routes=["/v1/completions"]')
+    key = made["key"]
+    server.wait_until(lambda: ask(key) == 200, 5)
+    assert ask(key, "/v1/chat/completions") == 403
+    assert ask(key, "/admin/v1/tenants") == 401
+    assert ask(ADMIN_KEY) == 401
+    run("keys", "revoke", made["id"])
+    server.wait_until(lambda: ask(key) == 401, 5)
+    for text in (server.log(), json.dumps(server.access_log()), json.dumps(server.spans())):
+        assert key not in text and ADMIN_KEY not in text

@@ -29,11 +29,11 @@ def test_a_key_names_its_tenant() -> None:
     )
     for key, owner in (("eh_alpha_one", "alpha"), ("eh_alpha_two", "alpha"), ("eh_beta_x", "beta")):
         found = directory.authenticate(key)
-        assert found is not None and found.id == owner and found.api_keys == ()
+        assert found is not None and found.tenant.id == owner and found.tenant.api_keys == ()
     assert directory.get("beta") is not None and directory.get("nobody") is None
 
 
-def test_F01_every_key_takes_the_same_bounded_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f01_every_key_takes_the_same_bounded_path(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = "eh_alpha_" + "k" * (MAX_KEY_CHARS - 9)
     disabled = make("gamma", "eh_gamma_off", enabled=False)
     directory = TenantDirectory([make("alpha", "eh_alpha_one", longest), disabled], SECRET)
@@ -65,7 +65,7 @@ def test_F01_every_key_takes_the_same_bounded_path(monkeypatch: pytest.MonkeyPat
     assert max(seen) == MAX_KEY_CHARS + 1, "the cost of an over-long key is bounded"
 
 
-def test_F19_update_swaps_at_once_or_not_at_all() -> None:
+def test_f19_update_swaps_at_once_or_not_at_all() -> None:
     directory = TenantDirectory([make("alpha", "eh_alpha_old")], SECRET)
     directory.update([make("alpha", "eh_alpha_new"), make("beta", "eh_beta_x")])
     assert directory.authenticate("eh_alpha_old") is None
@@ -133,7 +133,7 @@ def test_the_config_shape_of_the_demo_tenants() -> None:
     assert only.may_use("b") and not only.may_use("c")
 
 
-def test_F05_no_key_in_any_repr() -> None:
+def test_f05_no_key_in_any_repr() -> None:
     key = f"eh_alpha_{MARKER}"
     tenant = make("alpha", key)
     directory = TenantDirectory([tenant], SECRET)
@@ -146,7 +146,7 @@ def test_F05_no_key_in_any_repr() -> None:
         directory._snapshot,
         hasher,
         tenant.model_dump(),
-        found.model_dump_json(),
+        found.tenant.model_dump_json(),
     ):
         assert MARKER not in repr(thing) + str(thing)
         assert "ssss" not in repr(thing)

@@ -1,0 +1,313 @@
+"""The admin API, /admin/v1: tenants and keys at run time, and who changed them. Its keys open nothing else."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from redis.exceptions import RedisError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.api import errors
+from serve_app.api.errors import ApiError, invalid_request
+from serve_app.config_errors import describe
+from tenancy.directory import TenantDirectory
+from tenancy.directory_store import Change, ConflictError, DirectoryStore
+from tenancy.keys import new_key
+from tenancy.models import KeyRecord, Limits, Price, Tenant, unpriced_model
+from tenancy.quota import QuotaUnavailable
+
+MAX_BODY_BYTES = 256 * 1024
+MAX_OVERLAP_S = 90 * 86_400
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class KeyRequest(_Body):
+    """What may be said about a key. `expires_in_s` counts from now."""
+
+    name: Annotated[str, Field(max_length=200)] | None = None
+    models: list[str] | None = None
+    routes: list[str] | None = None
+    limits: Limits | None = None
+    expires_in_s: Annotated[int, Field(ge=1)] | None = None
+
+
+class RotateRequest(_Body):
+    """For how long the old key stays valid beside the new one."""
+
+    overlap_s: Annotated[int, Field(ge=0, le=MAX_OVERLAP_S)] = 86_400
+
+
+class Admin:
+    """Routes over a directory and its store. Off (404) without keys."""
+
+    def __init__(self, directory: TenantDirectory, models: list[str], routes: list[str]) -> None:
+        """`models` are the ids that are served, `routes` what a key may be limited to."""
+        self._directory = directory
+        self._models = models
+        self._scopes = routes
+        self.keys: Mapping[str, SecretStr] = {}
+        """Who may use it: key by name. Empty: it is off."""
+        self.store: DirectoryStore | None = None
+        self.prices: Mapping[str, Price] = {}
+
+    def routes(self) -> list[Route]:
+        """Of the ASGI app."""
+        return [
+            self._route("/tenants", GET=self._list_tenants, POST=self._create_tenant),
+            self._route(
+                "/tenants/{id}", GET=self._show_tenant, PATCH=self._change_tenant, DELETE=self._delete_tenant
+            ),
+            self._route("/tenants/{id}/keys", GET=self._list_keys, POST=self._create_key),
+            self._route("/keys/{id}", GET=self._show_key, PATCH=self._change_key, DELETE=self._revoke_key),
+            self._route("/keys/{id}/rotate", POST=self._rotate_key),
+            self._route("/audit", GET=self._audit),
+        ]
+
+    def _route(self, path: str, **methods: Callable[[Request, str], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            who = self._authenticate(request)
+            method = methods.get(request.method)
+            if method is None:
+                raise errors.method_not_allowed()
+            try:
+                return await method(request, who)
+            except ConflictError as error:
+                raise ApiError("conflict", f"The change was not made: {error}.") from None
+            except (QuotaUnavailable, RedisError):
+                raise ApiError(
+                    "quota_store_unavailable", "Redis does not answer. Try again shortly."
+                ) from None
+
+        # Every method, so that without a key nobody learns which there are.
+        return Route(
+            f"/admin/v1{path}", endpoint, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+        )
+
+    def _authenticate(self, request: Request) -> str:
+        """Who asks. Raises ApiError 404 where the API is off, 401."""
+        if not self.keys:
+            raise errors.not_found()
+        authorization = request.headers.getlist("authorization")
+        scheme, _, given = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+        found = ""
+        for name, key in self.keys.items():  # all of them, whatever matches: the time tells nothing
+            expected = key.get_secret_value().encode()
+            if hmac.compare_digest(given.strip().encode("utf-8", "surrogatepass"), expected):
+                found = name
+        if not found or scheme.lower() != "bearer":
+            raise errors.invalid_api_key()
+        return found
+
+    # Tenants ------------------------------------------------------------------------------------------------
+
+    async def _list_tenants(self, request: Request, who: str) -> Response:
+        found = self._directory.tenants()
+        return JSONResponse({"data": [_tenant(tenant, source) for tenant, source in found.values()]})
+
+    async def _show_tenant(self, request: Request, who: str) -> Response:
+        tenant = self._existing(request.path_params["id"])
+        return JSONResponse(_tenant(tenant, self._directory.tenants()[tenant.id][1]))
+
+    async def _create_tenant(self, request: Request, who: str) -> Response:
+        tenant = self._valid(await _json(request))
+        if self._directory.get(tenant.id) is not None:
+            raise ApiError("conflict", f"The tenant {tenant.id!r} exists already.")
+        await self._apply(who, self._tenant_change("create", None, tenant))
+        return JSONResponse(_tenant(tenant, "managed"), 201)
+
+    async def _change_tenant(self, request: Request, who: str) -> Response:
+        """Replaces the fields that are given, each as a whole."""
+        old = self._existing(request.path_params["id"])
+        changes = await _json(request)
+        if changes.get("id", old.id) != old.id:
+            raise invalid_request("A tenant's id cannot be changed.", "id")
+        tenant = self._valid({**json.loads(old.model_dump_json(exclude={"api_keys"})), **changes})
+        await self._apply(who, self._tenant_change("change", old, tenant))
+        return JSONResponse(_tenant(tenant, "managed"))
+
+    async def _delete_tenant(self, request: Request, who: str) -> Response:
+        """Its keys are refused from now on; what it has used stays in the ledger."""
+        old = self._existing(request.path_params["id"])
+        await self._apply(who, self._tenant_change("delete", old, Tenant(id=old.id, deleted=True)))
+        return JSONResponse({"id": old.id, "deleted": True})
+
+    def _existing(self, id: str) -> Tenant:
+        tenant = self._directory.get(id)
+        if tenant is None:
+            raise ApiError("not_found", f"There is no tenant {errors.quote(id)}.")
+        return tenant
+
+    def _valid(self, data: dict[str, Any]) -> Tenant:
+        try:
+            tenant = Tenant.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            raise invalid_request(f"{describe(error, Tenant, data)}.") from None
+        if tenant.api_keys or tenant.deleted or tenant.demo:
+            raise invalid_request("api_keys, deleted and demo cannot be set here; create keys instead.")
+        for model in tenant.model_limits:
+            self._require_model(model, "model_limits")
+        self._require_prices(tenant)
+        return tenant
+
+    def _tenant_change(self, action: str, old: Tenant | None, new: Tenant) -> Change:
+        return Change(action, self._directory.managed_tenant(new.id), new, was=old)
+
+    # Keys ---------------------------------------------------------------------------------------------------
+
+    async def _list_keys(self, request: Request, who: str) -> Response:
+        tenant = self._existing(request.path_params["id"])
+        return JSONResponse({"data": [_key(key) for key in self._directory.keys(tenant.id)]})
+
+    async def _show_key(self, request: Request, who: str) -> Response:
+        return JSONResponse(_key(self._existing_key(request)))
+
+    async def _create_key(self, request: Request, who: str) -> Response:
+        """The answer is the only place that ever shows the key."""
+        tenant = self._existing(request.path_params["id"])
+        fields = self._key_fields(await _json(request), tenant)
+        record, key = self._new_key(
+            KeyRecord(id="0" * 12, tenant=tenant.id, digest="0" * 64, created_at=0), **fields
+        )
+        await self._apply(who, Change("create", None, record))
+        return JSONResponse({**_key(record), "key": key}, 201)
+
+    async def _change_key(self, request: Request, who: str) -> Response:
+        old = self._existing_key(request)
+        tenant = self._existing(old.tenant)
+        new = old.model_copy(update=self._key_fields(await _json(request), tenant))
+        await self._apply(who, self._key_change("change", old, new))
+        return JSONResponse(_key(new))
+
+    async def _revoke_key(self, request: Request, who: str) -> Response:
+        """Refused on every gateway within a second; answers that are being streamed run to their end."""
+        old = self._existing_key(request)
+        new = old.model_copy(update={"revoked": True})
+        await self._apply(who, self._key_change("revoke", old, new))
+        return JSONResponse(_key(new))
+
+    async def _rotate_key(self, request: Request, who: str) -> Response:
+        """A new key with the same scopes; the old one ends after the overlap."""
+        old = self._existing_key(request)
+        overlap = _parsed(RotateRequest, await _json(request)).overlap_s
+        now = int(time.time())
+        if old.revoked or (old.expires_at is not None and old.expires_at <= now):
+            raise invalid_request("This key is not valid any more: create a new one.")
+        ends = now + overlap if old.expires_at is None else min(old.expires_at, now + overlap)
+        record, key = self._new_key(old)
+        ended = old.model_copy(update={"expires_at": ends})
+        await self._apply(who, Change("rotate", None, record), self._key_change("rotate", old, ended))
+        return JSONResponse({**_key(record), "key": key, "replaces": _key(ended)}, 201)
+
+    def _new_key(self, template: KeyRecord, **fields: Any) -> tuple[KeyRecord, str]:
+        id, key = new_key()
+        fields |= {"id": id, "digest": self._directory.digest(key), "created_at": int(time.time())}
+        return template.model_copy(update=fields), key
+
+    def _existing_key(self, request: Request) -> KeyRecord:
+        key = self._directory.key(request.path_params["id"])
+        if key is None:
+            raise ApiError("not_found", f"There is no key {errors.quote(request.path_params['id'])}.")
+        return key
+
+    def _key_fields(self, data: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+        asked = _parsed(KeyRequest, data)
+        for model in asked.models or []:
+            self._require_model(model, "models")
+            if not tenant.may_use(model):
+                raise invalid_request(f"The tenant may not use {model!r}.", "models")
+        for route in asked.routes or []:
+            if route not in self._scopes:
+                raise invalid_request(
+                    f"{errors.quote(route)} is not a route; allowed: {', '.join(self._scopes)}.", "routes"
+                )
+        if asked.limits is not None and asked.limits.has_cost_budget:
+            priced = tenant.model_copy(update={"limits": asked.limits})
+            self._require_prices(priced)
+        fields = {name: getattr(asked, name) for name in asked.model_fields_set - {"expires_in_s"}}
+        for name in ("models", "routes"):
+            if fields.get(name) is not None:
+                fields[name] = tuple(fields[name])
+        if "expires_in_s" in asked.model_fields_set:
+            seconds = asked.expires_in_s
+            fields["expires_at"] = None if seconds is None else int(time.time()) + seconds
+        return fields
+
+    def _require_model(self, model: str, field: str) -> None:
+        if model not in self._models:
+            raise invalid_request(
+                f"{errors.quote(model)} is not a model id; allowed: {', '.join(self._models)}.", field
+            )
+
+    def _require_prices(self, tenant: Tenant) -> None:
+        if (model := unpriced_model(tenant, self._models, self.prices)) is not None:
+            raise invalid_request(f"A budget in cost needs a price for {model!r} in the config.", "limits")
+
+    def _key_change(self, action: str, old: KeyRecord, new: KeyRecord) -> Change:
+        return Change(action, self._directory.managed_key(new.id), new, was=old)
+
+    # Both ---------------------------------------------------------------------------------------------------
+
+    async def _audit(self, request: Request, who: str) -> Response:
+        limit = request.query_params.get("limit", "100")
+        if not limit.isdecimal() or not 1 <= int(limit) <= 1000:
+            raise invalid_request("limit must be 1 to 1000.", "limit")
+        before = request.query_params.get("before")
+        if before is not None and not before.replace("-", "", 1).isdecimal():
+            raise invalid_request("before must be the id of an entry.", "before")
+        entries = await self._required_store().audit(before, int(limit))
+        return JSONResponse({"data": [asdict(entry) for entry in entries]})
+
+    async def _apply(self, who: str, *changes: Change) -> None:
+        await self._required_store().apply(who, changes)
+        # Here at once, so that whoever made the change can use it; elsewhere it arrives on its way.
+        self._directory.merge_managed(
+            {c.after.id: c.after for c in changes if isinstance(c.after, Tenant)},
+            {c.after.id: c.after for c in changes if isinstance(c.after, KeyRecord)},
+        )
+
+    def _required_store(self) -> DirectoryStore:
+        if self.store is None or not self._directory.complete:
+            raise ApiError("quota_store_unavailable", "Redis does not answer. Try again shortly.")
+        return self.store
+
+
+def _tenant(tenant: Tenant, source: str) -> dict[str, Any]:
+    shown = tenant.model_dump(mode="json", exclude={"api_keys", "deleted"}, exclude_none=True)
+    return {**shown, "source": source}
+
+
+def _key(key: KeyRecord) -> dict[str, Any]:
+    return key.model_dump(mode="json", exclude={"digest"}, exclude_none=True)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise errors.request_too_large(MAX_BODY_BYTES)
+    try:
+        data = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise invalid_request("The body must be a JSON object.") from None
+    if not isinstance(data, dict):
+        raise invalid_request("The body must be a JSON object.")
+    return data
+
+
+def _parsed(model: type[Any], data: dict[str, Any]) -> Any:
+    try:
+        return model.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise invalid_request(f"{describe(error, model, data)}.") from None

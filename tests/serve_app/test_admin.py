@@ -1,0 +1,198 @@
+"""The admin API over a real Redis: what it takes, what it refuses, and that it shows a key once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from serve_app import admin_cli
+from serve_app.admin import Admin
+from serve_app.api.errors import ApiError
+from serve_app.cli import app as cli
+from serve_app.gateway import _api_error_response
+from tenancy.directory import TenantDirectory
+from tenancy.directory_store import DirectoryStore
+from tenancy.embedded_redis import EmbeddedRedis
+from tenancy.guarded_redis import GuardedRedis
+from tenancy.models import Price, Tenant
+from tenancy.redis import connect
+
+KEY = "admin_key_of_the_tests_0001"
+CONFIG = Tenant.model_validate({"id": "alpha", "api_keys": ["eh_alpha_config"], "models": ["m"]})
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+def admin() -> Admin:
+    directory = TenantDirectory([CONFIG], b"s" * 32)
+    admin = Admin(directory, ["m", "n"], ["/v1/models", "/v1/completions"])
+    admin.keys = {"ann": SecretStr("another_admin_key_of_tests"), "bob": SecretStr(KEY)}
+    admin.prices = {"m": Price(input=1.0)}
+    return admin
+
+
+@pytest.fixture
+def client(admin: Admin, redis_url: str) -> Iterator[TestClient]:
+    app = Starlette(routes=admin.routes(), exception_handlers={ApiError: _api_error_response})
+    with TestClient(app, headers={"Authorization": f"Bearer {KEY}"}) as client:
+
+        async def open_store() -> None:
+            redis = connect(redis_url + "?socket_timeout=10")
+            await redis.flushall()
+            admin.store = DirectoryStore(redis, GuardedRedis(redis, "probe"))
+
+        assert client.portal is not None
+        client.portal.call(open_store)
+        yield client
+
+
+def error(answer: Any, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_f02_without_an_admin_key_there_is_nothing(client: TestClient, admin: Admin) -> None:
+    for path in ("/tenants", "/tenants/alpha", "/tenants/alpha/keys", "/keys/0", "/keys/0/rotate", "/audit"):
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            for header in ("", "Bearer eh_alpha_config", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer é"):
+                answer = client.request(
+                    method, f"/admin/v1{path}", headers={"Authorization": header.encode()}
+                )
+                assert "invalid API key" in error(answer, 401)
+    admin.keys = {}
+    assert error(client.get("/admin/v1/tenants"), 404) == "There is nothing at this address."
+
+
+def test_a_tenant_and_its_keys_from_first_to_last(client: TestClient, admin: Admin) -> None:
+    directory = admin._directory
+    made = client.post("/admin/v1/tenants", json={"id": "new", "limits": {"requests_per_minute": 5}})
+    assert made.status_code == 201 and made.json()["source"] == "managed"
+    made = client.post("/admin/v1/tenants/new/keys", json={"name": "ci", "models": ["m"], "expires_in_s": 60})
+    assert made.status_code == 201
+    id, key = made.json()["id"], made.json()["key"]
+    assert key.startswith(f"eh_{id}_") and len(key) > 50
+    found = directory.authenticate(key)
+    assert found is not None and found.tenant.models == ("m",)
+
+    rotated = client.post(f"/admin/v1/keys/{id}/rotate", json={"overlap_s": 30})
+    assert rotated.status_code == 201
+    newer = rotated.json()
+    assert newer["models"] == ["m"] and newer["name"] == "ci" and newer["replaces"]["id"] == id
+    assert newer["replaces"]["expires_at"] <= made.json()["created_at"] + 32
+    assert directory.authenticate(key) and directory.authenticate(newer["key"]), "both, in the overlap"
+    at_once = client.post(f"/admin/v1/keys/{newer['id']}/rotate", json={"overlap_s": 0}).json()
+    assert directory.authenticate(newer["key"]) is None and directory.authenticate(at_once["key"])
+
+    assert client.delete(f"/admin/v1/keys/{at_once['id']}").json()["revoked"] is True
+    assert directory.authenticate(at_once["key"]) is None
+    changed = client.patch("/admin/v1/tenants/new", json={"weight": 2.0}).json()
+    assert (changed["weight"], changed["limits"]["requests_per_minute"]) == (2.0, 5)
+    listed = client.get("/admin/v1/tenants/new/keys")
+    assert len(listed.json()["data"]) == 3
+    assert client.delete("/admin/v1/tenants/new").status_code == 200
+    assert directory.authenticate(key) is None
+    error(client.get("/admin/v1/tenants/new"), 404)
+
+    audit = client.get("/admin/v1/audit").json()["data"]
+    assert {entry["who"] for entry in audit} == {"bob"}
+    assert [entry["action"] for entry in reversed(audit)] == [
+        "create", "create", "rotate", "rotate", "rotate", "rotate", "revoke", "change", "delete",
+    ]  # fmt: skip
+    for text in (listed.text, json.dumps(audit), client.get("/admin/v1/tenants").text):
+        for secret in (key, newer["key"], at_once["key"], directory.digest(key)):
+            assert secret not in text and secret.rpartition("_")[2] not in text
+
+
+def test_a_tenant_of_the_config_can_be_changed(client: TestClient, admin: Admin) -> None:
+    assert client.get("/admin/v1/tenants/alpha").json()["source"] == "config"
+    changed = client.patch("/admin/v1/tenants/alpha", json={"limits": {"cost_per_day": 2.5}, "models": ["m"]})
+    assert "needs a price for 'n'" in error(changed, 400)
+    changed = client.patch("/admin/v1/tenants/alpha", json={"limits": {"tokens_per_day": 9}})
+    assert changed.json()["source"] == "managed"
+    found = admin._directory.authenticate("eh_alpha_config")
+    assert found is not None and found.tenant.limits.tokens_per_day == 9
+    [key] = client.get("/admin/v1/tenants/alpha/keys").json()["data"]
+    client.delete(f"/admin/v1/keys/{key['id']}")
+    assert admin._directory.authenticate("eh_alpha_config") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("POST", "/tenants", {"id": "alpha"}, 409, "exists already"),
+        ("POST", "/tenants", {"id": "A"}, 400, "id"),
+        ("POST", "/tenants", {}, 400, "id"),
+        ("POST", "/tenants", {"id": "b", "wieght": 1}, 400, "did you mean weight"),
+        ("POST", "/tenants", {"id": "b", "api_keys": ["eh_b_x"]}, 400, "create keys instead"),
+        ("POST", "/tenants", {"id": "b", "model_limits": {"x": {}}}, 400, "'x' is not a model id"),
+        ("PATCH", "/tenants/alpha", {"id": "b"}, 400, "cannot be changed"),
+        ("PATCH", "/tenants/nobody", {}, 404, "no tenant 'nobody'"),
+        ("POST", "/tenants/alpha/keys", {"models": ["x"]}, 400, "'x' is not a model id"),
+        ("POST", "/tenants/alpha/keys", {"models": ["n"]}, 400, "may not use 'n'"),
+        ("POST", "/tenants/alpha/keys", {"routes": ["/admin"]}, 400, "is not a route"),
+        ("POST", "/tenants/alpha/keys", {"expires_in_s": 0}, 400, "expires_in_s"),
+        ("POST", "/tenants/alpha/keys", [], 400, "JSON object"),
+        ("POST", "/keys/0123456789ab/rotate", {}, 404, "no key"),
+        ("GET", "/audit?limit=0", None, 400, "1 to 1000"),
+        ("PUT", "/tenants", {}, 405, "does not take"),
+    ],
+)
+def test_mistakes_are_named(
+    client: TestClient, method: str, path: str, body: Any, status: int, message: str
+) -> None:
+    assert message in error(client.request(method, f"/admin/v1{path}", json=body), status)
+    assert client.get("/admin/v1/audit").json()["data"] == []
+
+
+def test_the_command_line_speaks_to_it(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def call(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = client.request(method, f"/admin/v1{path}", json=body)
+        if answer.status_code >= 400:
+            admin_cli._fail(answer.json()["error"]["message"])
+        return answer.json()
+
+    monkeypatch.setattr(admin_cli, "_call", call)
+
+    def run(*arguments: str) -> Any:
+        done = CliRunner().invoke(cli, arguments)
+        assert done.exit_code == 0, done.output
+        return [json.loads(line) for line in done.output.splitlines()]
+
+    [tenant] = run("tenants", "create", "team", "--set", "weight=2", "--set", 'limits={"tokens_per_day": 5}')
+    assert tenant["weight"] == 2 and tenant["limits"]["tokens_per_day"] == 5
+    [made] = run("keys", "create", "team", "--set", "name=ci", "--set", 'models=["m"]')
+    assert made["key"].startswith("eh_") and made["name"] == "ci"
+    [rotated] = run("keys", "rotate", made["id"], "--overlap-s", "0")
+    [revoked] = run("keys", "revoke", rotated["id"])
+    assert revoked["revoked"]
+    [tenant] = run("tenants", "update", "team", "--set", "enabled=false")
+    assert not tenant["enabled"] and [t["id"] for t in run("tenants", "list")] == ["alpha", "team"]
+    assert len(run("keys", "list", "team")) == 2 and run("tenants", "show", "team")[0]["id"] == "team"
+    run("tenants", "delete", "team")
+    assert run("audit", "--limit", "1")[0]["action"] == "delete"
+    failed = CliRunner().invoke(cli, ["tenants", "show", "team"])
+    assert failed.exit_code == 1 and "no tenant 'team'" in failed.output
+
+
+def test_the_command_line_needs_a_key_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(admin_cli.KEY_VARIABLE, raising=False)
+    done = CliRunner().invoke(cli, ["tenants", "list"])
+    assert done.exit_code == 1 and "set EVENHAND_ADMIN_KEY" in done.output
+    monkeypatch.setenv(admin_cli.KEY_VARIABLE, KEY)
+    done = CliRunner().invoke(cli, ["tenants", "list", "--url", "http://127.0.0.1:1"])
+    assert done.exit_code == 1 and "error: http://127.0.0.1:1: " in done.output and KEY not in done.output
