@@ -7,7 +7,7 @@ import numpy as np
 from engine_actor.running import RunningSet
 from engine_actor.sampling.state import SamplingState, following, prompt_columns, with_wishes
 from engine_actor.sequence import SequenceState
-from engine_actor.step import SamplingColumns, StepRecord
+from engine_actor.step import Int32, SamplingColumns, StepRecord
 
 
 def write_record(
@@ -17,20 +17,16 @@ def write_record(
 
     Moves `computed` of all of them.
     """
-    sampled: list[SequenceState] = []
     token_ids: list[int] = []
     prompts: list[tuple[int, SamplingState, list[int]]] = []
     for slot in decodes.tolist():
         sequence = running.sequences[slot]
         assert sequence is not None
         sequence.computed += 1
-        sampled.append(sequence)
         token_ids.append(sequence.token_ids[-1])
     for row, (sequence, length) in enumerate(prefills, len(decodes)):
         start, end = sequence.computed, sequence.computed + length
         token_ids += sequence.token_ids[start:end]
-        if end == len(sequence.token_ids):
-            sampled.append(sequence)
         if sequence.wishes is not None and sequence.wants_prompt_logits:
             targets = following(sequence.request.prompt_token_ids, start, end)
             prompts.append((row, sequence.wishes, targets))
@@ -58,19 +54,22 @@ def write_record(
         token_indptr=token_indptr,
         page_indices=page_indices,
         page_indptr=page_indptr,
-        sampling=_sampling_columns(sampled),
+        sampling=_sampling_columns(running, slots[last], ends[last]),
         prompt_logprobs=prompt_columns(prompts),
     )
 
 
-def _sampling_columns(sampled: list[SequenceState]) -> SamplingColumns:
-    params = [sequence.request.sampling for sequence in sampled]
+def _sampling_columns(running: RunningSet, slots: np.ndarray, positions: Int32) -> SamplingColumns:
     columns = SamplingColumns(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        seed=np.array([sequence.seed for sequence in sampled], np.uint64),
-        position=np.array([len(sequence.token_ids) for sequence in sampled], np.int32),
+        temperature=running.temperature[slots],
+        top_k=running.top_k[slots],
+        top_p=running.top_p[slots],
+        seed=running.seed[slots],
+        position=positions,
     )
-    wishes = [(row, sequence.wishes) for row, sequence in enumerate(sampled) if sequence.wishes is not None]
+    wishes: list[tuple[int, SamplingState]] = []
+    for row in np.flatnonzero(running.has_wishes[slots]).tolist():
+        sequence = running.sequences[slots[row]]
+        assert sequence is not None and sequence.wishes is not None
+        wishes.append((row, sequence.wishes))
     return with_wishes(columns, wishes)

@@ -9,7 +9,7 @@ import numpy as np
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.kv.cache import KVCache, SequencePages
 from engine_actor.sequence import SequenceState
-from engine_actor.step import Int32
+from engine_actor.step import Float32, Int32, UInt64
 
 NO_PREDICTION_TOKENS = 16
 """Output tokens still expected of a request that has outlived its prediction."""
@@ -34,6 +34,11 @@ class RunningSet:
         self.known: Int32 = column()  # tokens known when it was admitted
         self.predicted_length: Int32 = column()
         self.max_length: Int32 = column()
+        self.temperature: Float32 = column(np.float32)
+        self.top_k: Int32 = column()
+        self.top_p: Float32 = column(np.float32)
+        self.seed: UInt64 = column(np.uint64)
+        self.has_wishes = column(np.bool_)
         self.used = column(np.bool_)
         self.decoding = column(np.bool_)
         self.last_turn = column(np.int64)  # place of its last decode row among all of them
@@ -73,6 +78,12 @@ class RunningSet:
         self.max_length[slot] = sequence.max_length
         self.decoding[slot] = False
         self.last_turn[slot] = 0
+        params = sequence.request.sampling
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.seed[slot] = sequence.seed
+        self.has_wishes[slot] = sequence.wishes is not None
         self._mirror(sequence, 0)
 
     def remove(self, sequence: SequenceState, *, keep: bool) -> None:

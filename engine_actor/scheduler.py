@@ -13,8 +13,8 @@ steps, so a page is never freed while a record in flight names it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,20 +22,21 @@ import numpy as np
 from engine_actor.admission import Admission
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.kv.cache import KVCache, SequencePages, pages_for
+from engine_actor.live import LiveRequests
+from engine_actor.prefill import Prefill
 from engine_actor.record import write_record
 from engine_actor.request import EngineRequest, FinishReason, StreamRow
 from engine_actor.running import RunningSet
-from engine_actor.sampling.state import MAX_PROMPT_LOGITS, NO_LOGPROBS, SamplingState, step_logprobs
+from engine_actor.sampling.state import SamplingState, step_logprobs
 from engine_actor.sequence import SequenceState, derive_seed
 from engine_actor.service import ServiceAccounts
 from engine_actor.step import StepRecord, StepResult
-from engine_actor.tenant import Tenant
 from policies.engine_shares import EngineShares
 from policies.memory import VictimCandidate, choose_victim
 from policies.service import DEFAULT_PRICES, ServicePrices
-from policies.step_budget import prefill_floor, split_prefill_budget
+from policies.step_budget import prefill_floor
 
-_REMEMBERED_REQUESTS = 10_000
+_UNREPORTED_EVENTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,7 @@ class Scheduler:
         self.prefill_chunks: list[int] = []
         """Sizes in tokens of the prompt chunks of the step scheduled last."""
         self._next_id = 0
-        self._live: dict[int, SequenceState] = {}
-        self._by_key: dict[tuple[str, int], SequenceState] = {}
-        self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._tenants: dict[str, Tenant] = {}
+        self._live = LiveRequests()
         longest = min(config.max_model_len, self.cache.total * PAGE_SIZE)
         self._running = RunningSet(self.cache, config.max_num_seqs, pages_for(longest))
         self._admission = Admission(
@@ -96,12 +94,18 @@ class Scheduler:
             utilization_limit=config.kv_cache_utilization_limit,
             watermark=config.kv_watermark,
         )
-        self._prefill_tokens = 0
+        self._prefill = Prefill(
+            self._live,
+            self._running,
+            self.cache,
+            self.service,
+            chunk_size=config.prefill_chunk_size,
+        )
         self._aborted: list[SequenceState] = []
         self._finished_rows: list[StreamRow] = []
-        self.first_tokens: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED_REQUESTS)
+        self.first_tokens: deque[tuple[str, int]] = deque(maxlen=_UNREPORTED_EVENTS)
         """Tickets of sequences whose first token came in the commits so far. Whoever reports them empties it."""
-        self.completed: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED_REQUESTS)
+        self.completed: deque[tuple[str, int]] = deque(maxlen=_UNREPORTED_EVENTS)
         """Tickets of sequences that ended by themselves, in the same way."""
 
     @property
@@ -128,25 +132,25 @@ class Scheduler:
 
     def waiting_prefill_tokens(self) -> int:
         """Tokens of accepted prompts, and of outputs to be computed again, that are not scheduled yet."""
-        return self._prefill_tokens
+        return self._live.prefill_tokens
 
     def tenant_prefill_tokens(self) -> dict[str, int]:
         """The same per tenant."""
-        return {name: t.prefill_tokens for name, t in self._tenants.items() if t.prefill_tokens}
+        return {name: t.prefill_tokens for name, t in self._live.tenants.items() if t.prefill_tokens}
 
     def live_sequences(self) -> dict[str, int]:
         """Running and waiting requests per tenant; tenants without any are left out."""
-        return {name: tenant.live for name, tenant in self._tenants.items()}
+        return {name: tenant.live for name, tenant in self._live.tenants.items()}
 
     def tenant_pages(self) -> dict[str, int]:
         """KV pages in the tables of each tenant's running requests; a shared page counts in every table."""
-        return {name: tenant.pages for name, tenant in self._tenants.items() if tenant.pages}
+        return {name: tenant.pages for name, tenant in self._live.tenants.items() if tenant.pages}
 
     def outstanding(self) -> dict[str, float]:
         """Priced work per tenant that is accepted and not served yet, by predicted output."""
         return {
             name: self.service.prices.cost(computed_input=tenant.input_left, output=tenant.output_left)
-            for name, tenant in self._tenants.items()
+            for name, tenant in self._live.tenants.items()
         }
 
     def unclaimed_pages(self) -> int:
@@ -155,13 +159,13 @@ class Scheduler:
         in_table, _, _ = self._running.memory()
         needed = -(-(self._running.known_tokens() + 1) // PAGE_SIZE)
         claimed = int(np.maximum(needed - in_table, 0).sum())
-        claimed += sum(sequence.pages_to_start for sequence in self._waiting())
+        claimed += sum(s.pages_to_start for tenant in self._live.tenants.values() for s in tenant.waiting)
         limit = int(self.config.kv_cache_utilization_limit * self.cache.total)
         return max(0, self.cache.available - (self.cache.total - limit) - claimed)
 
     def held_and_remaining(self) -> tuple[list[int], list[int]]:
         """KV tokens that each live request holds, or will once its known tokens are computed, and output to come."""
-        live = self._live.values()
+        live = self._live.by_id.values()
         return [len(s.token_ids) for s in live], [s.predicted_output_left for s in live]
 
     def submit(self, request: EngineRequest, now: float) -> bool:
@@ -170,9 +174,8 @@ class Scheduler:
         A request that can never run ends at once: its last row, with the reason, comes from the next `schedule`.
         """
         key = (request.request, request.attempt)
-        if key in self._by_key or key in self._recent:
+        if not self._live.remember(key):
             return False
-        self._remember(key)
         room = min(self.config.max_model_len, self.cache.total * PAGE_SIZE) - len(request.prompt_token_ids)
         error = None
         if not request.prompt_token_ids:
@@ -184,14 +187,10 @@ class Scheduler:
         if error is not None:
             self._finished_rows.append(StreamRow(*key, token_ids=(), finish_reason="error", error=error))
             return True
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None:
-            tenant = self._tenants[request.tenant] = Tenant(request.tenant)
-        tenant.weight = request.weight
         sequence = SequenceState(
             id=self._next_id,
             request=request,
-            tenant=tenant,
+            tenant=self._live.tenant(request.tenant, request.weight),
             token_ids=list(request.prompt_token_ids),
             max_tokens=min(request.sampling.max_tokens, room),
             seed=derive_seed(request),
@@ -200,17 +199,12 @@ class Scheduler:
             wishes=SamplingState.of(request),
         )
         self._next_id += 1
-        self._live[sequence.id] = sequence
-        self._by_key[key] = sequence
-        tenant.queue(sequence)
-        tenant.input_left += sequence.prompt_tokens
-        tenant.output_left += sequence.predicted_output_left
-        self._count_prefill(tenant, sequence.prompt_tokens)
+        self._live.add(sequence)
         return True
 
     def abort(self, request: str, attempt: int) -> None:
         """Flag a request for abortion; it ends in the next `schedule`, when no step is in flight."""
-        sequence = self._by_key.get((request, attempt))
+        sequence = self._live.find((request, attempt))
         if sequence is not None and not sequence.aborted:
             sequence.aborted = True
             self._aborted.append(sequence)
@@ -227,7 +221,7 @@ class Scheduler:
         caller must run the record and `commit` it before the next call.
         """
         for sequence in self._aborted:
-            if sequence.id in self._live:
+            if sequence.id in self._live.by_id:
                 self._finished_rows.append(self._finish(sequence, now, "abort"))
         self._aborted.clear()
         if not self._live:
@@ -248,7 +242,7 @@ class Scheduler:
         if result.step != record.step:
             raise ValueError(f"result of step {result.step} does not belong to record {record.step}")
         rows: list[StreamRow] = []
-        logprobs = step_logprobs(record, result)
+        live, logprobs = self._live.by_id, step_logprobs(record, result)
         tokens = iter(result.token_ids.tolist())
         finite = iter(result.finite.tolist())
         columns = zip(
@@ -256,7 +250,7 @@ class Scheduler:
         )
         for index, (request_id, epoch, last) in enumerate(columns):
             token, is_finite = (next(tokens), next(finite)) if last else (0, True)
-            sequence = self._live.get(request_id)
+            sequence = live.get(request_id)
             if sequence is None or sequence.epoch != epoch:
                 continue
             if not sequence.decoding:
@@ -265,17 +259,19 @@ class Scheduler:
                 self._running.share(sequence, int(record.start[index]) + length)
             if sequence.aborted:
                 continue
-            own = logprobs.get(index, NO_LOGPROBS) if logprobs else NO_LOGPROBS
-            if own.prompt and sequence.wishes is not None:
-                own = sequence.wishes.take_prompt(own, int(record.start[index]))
-            if not is_finite or not own.finite:
+            own = logprobs.get(index)
+            if own is not None:
+                if own.prompt and sequence.wishes is not None:
+                    own = sequence.wishes.take_prompt(own, int(record.start[index]))
+                is_finite = is_finite and own.finite
+            if not is_finite:
                 self.nonfinite_requests += 1
                 error = "the model returned non-finite logits"
                 rows.append(self._finish(sequence, now, "error", error=error))
             elif last:
                 row = self._append(sequence, token, now)
-                rows.append(own.add_to(row) if own is not NO_LOGPROBS else row)
-            elif own.prompt:
+                rows.append(row if own is None else own.add_to(row))
+            elif own is not None and own.prompt:
                 rows.append(StreamRow(*sequence.key, token_ids=(), prompt_logprobs=own.prompt))
         return rows
 
@@ -299,7 +295,8 @@ class Scheduler:
             return self._finish(sequence, now, "stop", token_ids=(token,))
         if len(sequence.token_ids) >= sequence.max_length:
             return self._finish(sequence, now, "length", token_ids=(token,))
-        return StreamRow(*sequence.key, token_ids=(token,), usage=usage)
+        request, attempt = sequence.key
+        return StreamRow(request, attempt, (token,), None, None, usage)
 
     def _finish(
         self,
@@ -312,19 +309,10 @@ class Scheduler:
     ) -> StreamRow:
         if reason in ("stop", "length"):
             self.completed.append((sequence.request.ticket, sequence.request.attempt))
-        tenant = sequence.tenant
-        if not sequence.decoding:
-            self._count_prefill(tenant, -sequence.pending)
-        tenant.leave(sequence)
-        tenant.input_left -= max(0, sequence.prompt_tokens - sequence.served)
-        tenant.output_left -= sequence.predicted_output_left
+        self._live.remove(sequence)
         if sequence.slot >= 0:
             self._running.remove(sequence, keep=reason != "error" and self.cache.prefix_caching)
         self._running.forget(sequence)
-        if not tenant.live:
-            del self._tenants[tenant.name]
-        del self._live[sequence.id]
-        del self._by_key[sequence.key]
         return StreamRow(
             *sequence.key,
             token_ids=token_ids,
@@ -337,7 +325,7 @@ class Scheduler:
     def _schedule_decodes(self, budget: int) -> tuple[np.ndarray, bool]:
         """Slots of the requests that decode in this step, as far as budget and pages go; preempted any?"""
         running = self._running
-        slots = running.decode_turn(max(1, budget - prefill_floor(budget, self._prefill_tokens)))
+        slots = running.decode_turn(max(1, budget - prefill_floor(budget, self._live.prefill_tokens)))
         preempted = False
         for slot in running.without_page(slots):
             sequence = running.sequences[slot]
@@ -356,13 +344,13 @@ class Scheduler:
         reclaimed = False
         while self.num_waiting:
             shares = EngineShares(
-                {name: tenant.use() for name, tenant in self._tenants.items()},
+                {name: tenant.use() for name, tenant in self._live.tenants.items()},
                 self.config.max_num_seqs,
                 self.cache.total,
             )
             name = shares.next_waiting()
             assert name is not None
-            sequence = self._tenants[name].waiting[0]
+            sequence = self._live.tenants[name].waiting[0]
             if not self._running.has_free_slot:
                 giver = shares.reclaim_from(name, slot=True)
             else:
@@ -374,7 +362,7 @@ class Scheduler:
                 giver = shares.reclaim_from(name, slot=False)
             if giver is None:
                 break
-            self._preempt(self._live[max(self._tenants[giver].running)])
+            self._preempt(self._live.by_id[max(self._live.tenants[giver].running)])
             reclaimed = True
         return decodes[self._running.decoding[decodes]] if reclaimed else decodes
 
@@ -382,70 +370,18 @@ class Scheduler:
         sequence.tenant.start(sequence)
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
-        self._skip_to(sequence, table.shared * PAGE_SIZE)
+        self._prefill.skip_to(sequence, table.shared * PAGE_SIZE)
         self._running.add(sequence, table)
 
-    def _skip_to(self, sequence: SequenceState, end: int) -> None:
-        """Positions up to `end` are in pages found in the prefix cache."""
-        self.service.cached(sequence, sequence.computed, end)
-        self._count_prefill(sequence.tenant, sequence.computed - end)
-        sequence.computed = end
-
     def _schedule_prefills(self, budget: int, decodes: bool) -> list[tuple[SequenceState, int]]:
-        """Split the budget among tenants by weight; inside a tenant, in order of arrival."""
         if budget <= 0:
             return []
-        chunk = self.config.prefill_chunk_size
-        queues = self._prefill_queues()
-        shares = split_prefill_budget(
-            {name: sum(min(chunk, s.pending) for s in queue) for name, queue in queues.items()},
-            {name: self._tenants[name].weight for name in queues},
-            budget,
-            self.step,
-        )
-        rows: list[tuple[SequenceState, int]] = []
-        prompt_logits = MAX_PROMPT_LOGITS
-        for name, queue in queues.items():
-            share = shares[name]
-            for sequence in queue:
-                length = min(chunk, sequence.pending, share)
-                if length <= 0:
-                    break
-                if sequence.wants_prompt_logits:
-                    length = min(length, prompt_logits)
-                    prompt_logits -= length
-                    if length <= 0:
-                        continue
-                if not self._running.reserve(sequence, sequence.computed + length):
-                    continue  # the pages went to decodes; try again when one of them ends
-                rows.append((sequence, length))
-                share -= length
-        if not rows and not decodes and len(self._running):
+        rows = self._prefill.rows(budget, self.step)
+        while not rows and not decodes and len(self._running):
             # Half-computed prompts hold every page between them and no decode will free any.
             self._preempt(self._choose_victim())
-            return self._schedule_prefills(budget, decodes)
+            rows = self._prefill.rows(budget, self.step)
         return rows
-
-    def _prefill_queues(self) -> dict[str, list[SequenceState]]:
-        """Requests with tokens to prefill, per tenant; without those whose next page another one computes now.
-
-        So N equal prompts that arrive together compute their common prefix once: the others wait for the first, and
-        take its pages from the prefix cache (SGLang calls it in-batch prefix caching).
-        """
-        queues: dict[str, list[SequenceState]] = {}
-        claimed: set[tuple[str, int, bytes]] = set()
-        for name, tenant in self._tenants.items():
-            for sequence in tenant.prefilling:
-                if self.cache.prefix_caching and not sequence.wants_prompt_logits:
-                    if end := self._running.extend(sequence):
-                        self._skip_to(sequence, end)
-                    claim = self.cache.next_page(sequence.table, sequence.token_ids)
-                    if claim in claimed:
-                        continue
-                    if claim is not None:
-                        claimed.add(claim)
-                queues.setdefault(name, []).append(sequence)
-        return queues
 
     def _advance(self, decodes: np.ndarray, prefills: list[tuple[SequenceState, int]]) -> StepRecord:
         """Move every scheduled request and write the record: the only place where `computed` grows by computing."""
@@ -453,7 +389,7 @@ class Scheduler:
         self.prefill_chunks = [length for _, length in prefills]
         for sequence, length in prefills:
             self.service.computed(sequence, sequence.computed, sequence.computed + length)
-            self._count_prefill(sequence.tenant, -length)
+            self._live.count_prefill(sequence.tenant, -length)
         return write_record(self.epoch, self.step, self._running, decodes, prefills)
 
     def _choose_victim(self) -> SequenceState:
@@ -468,7 +404,7 @@ class Scheduler:
             )
             for sequence in self._running
         ]
-        return self._live[choose_victim(candidates).id]
+        return self._live.by_id[choose_victim(candidates).id]
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take a running request's slot and pages; it waits in front and computes again what is lost meanwhile.
@@ -478,7 +414,9 @@ class Scheduler:
         """
         sequence.served = max(sequence.served, sequence.computed)
         tenant = sequence.tenant
-        self._count_prefill(tenant, len(sequence.token_ids) - (0 if sequence.decoding else sequence.pending))
+        self._live.count_prefill(
+            tenant, len(sequence.token_ids) - (0 if sequence.decoding else sequence.pending)
+        )
         tenant.leave(sequence)
         self._running.remove(sequence, keep=True)
         sequence.computed = 0
@@ -486,15 +424,3 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         tenant.queue(sequence)
-
-    def _count_prefill(self, tenant: Tenant, tokens: int) -> None:
-        tenant.prefill_tokens += tokens
-        self._prefill_tokens += tokens
-
-    def _waiting(self) -> Iterator[SequenceState]:
-        return (sequence for tenant in self._tenants.values() for sequence in tenant.waiting)
-
-    def _remember(self, key: tuple[str, int]) -> None:
-        self._recent[key] = None
-        if len(self._recent) > _REMEMBERED_REQUESTS:
-            self._recent.popitem(last=False)

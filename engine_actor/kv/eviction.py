@@ -30,5 +30,6 @@ def pages_to_evict_from(roots: Collection[Root], pool_pages: int, inserted_pages
     excess = furthest.evictable + furthest.locked - furthest.weight * unit
     if excess > 0:
         return furthest, min(furthest.evictable, int(excess) + 1)
-    oldest = min(candidates, key=lambda root: root.leaves.oldest() or 0)
-    return oldest, 1
+    leaves = [leaf for root in candidates if (leaf := root.leaves.oldest()) is not None]
+    leaf = min(leaves, key=lambda leaf: leaf.last_access)
+    return leaf.root, len(leaf.pages)

@@ -52,8 +52,8 @@ class LeafQueue:
             node.offered = True
             heapq.heappush(self._heap, (node.last_access, id(node), node))
 
-    def oldest(self) -> int | None:
-        """Access time of the leaf to go next, None without one."""
+    def oldest(self) -> Node | None:
+        """The leaf that was not used for longest, None without one."""
         while self._heap:
             access, _, node = self._heap[0]
             if node.locks or node.children or not node.pages or access != node.last_access:
@@ -62,13 +62,13 @@ class LeafQueue:
                 if node.pages:
                     self.offer(node)
                 continue
-            return access
+            return node
         return None
 
     def pop(self) -> Node | None:
-        """Take the leaf that was not used for longest."""
-        if self.oldest() is None:
-            return None
-        node = heapq.heappop(self._heap)[2]
-        node.offered = False
+        """Take the oldest leaf out."""
+        node = self.oldest()
+        if node is not None:
+            heapq.heappop(self._heap)
+            node.offered = False
         return node

@@ -92,7 +92,7 @@ def generate(
         scheduler.submit(
             EngineRequest(name, 1, name, "t", prompt, params, predicted_output_tokens=predicted), 0.0
         )
-    ids = {sequence.request.request: sequence.id for sequence in scheduler._live.values()}
+    ids = {sequence.request.request: sequence.id for sequence in scheduler._live.by_id.values()}
     answers: dict[str, list[int]] = {name: [] for name in names}
     while scheduler.has_work:
         record = scheduler.schedule(0.0)
