@@ -220,7 +220,7 @@ def test_prompt_logprobs_come_once_whatever_is_computed_again() -> None:
 
 
 def test_the_logits_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_actor.scheduler.MAX_PROMPT_LOGITS", 8)
+    monkeypatch.setattr("engine_actor.prefill.MAX_PROMPT_LOGITS", 8)
     scheduler = Scheduler(SchedulerConfig(16, 256, 512, 256), 64)
     model = PrefixModel(64)
     runner = ModelRunner(model)
