@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine_actor.step import StepRecord, StepResult
+from engine_actor.step import Int32, StepRecord, StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,16 @@ class Executor(ABC):
         caller until the next call.
         """
 
+    def execute_greedy(self, record: StepRecord) -> Int32 | None:
+        """Like `execute`, but returns the likeliest token of every one of `logit_tokens`, -1 where logits were not
+        finite. None, and nothing is done, where the executor has no faster way to it than over the logits."""
+        return None
+
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds spent in parts of the steps, by name, since the start; empty where they are not counted."""
+        return {}
+
 
 class Runner(ABC):
     """A record in, sampled tokens out: what the engine loop drives."""
@@ -69,6 +79,11 @@ class Runner(ABC):
     info: ExecutorInfo
     num_pages: int
     graphs: GraphCounters | None = None
+
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        """Those of the executor."""
+        return {}
 
     @abstractmethod
     def run(self, record: StepRecord) -> StepResult:

@@ -22,9 +22,18 @@ class ModelRunner(Runner):
         self.num_pages = executor.num_pages
         self.graphs = executor.graphs
 
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        return self._executor.part_seconds
+
     @torch.inference_mode()
     def run(self, record: StepRecord) -> StepResult:
         started = time.perf_counter()
+        if record.prompt_logprobs is None and record.sampling.plainly_greedy:
+            highest = self._executor.execute_greedy(record)
+            if highest is not None:
+                seconds = time.perf_counter() - started
+                return StepResult(record.step, np.maximum(highest, 0), highest >= 0, seconds)
         logits = self._executor.execute(record)
         prompt_logprobs = None
         if record.prompt_logprobs is not None:

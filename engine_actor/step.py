@@ -69,6 +69,12 @@ class SamplingColumns:
     penalties: PenaltyColumns | None = None
     logprobs: LogprobColumns | None = None
 
+    @property
+    def plainly_greedy(self) -> bool:
+        """Whether every row takes the likeliest token of its logits as they are, and nothing else is wanted."""
+        nothing_more = self.bias is None and self.penalties is None and self.logprobs is None
+        return nothing_more and not self.temperature.any()
+
 
 @dataclass(frozen=True)
 class PromptLogprobColumns:

@@ -18,21 +18,24 @@ from pathlib import Path
 import torch  # noqa: F401  its OpenMP library comes first, so that both share one pool of threads
 
 SOURCES = Path(__file__).parent / "src"
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
+CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma")
 _COMPILER_FLAGS = [
-    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    *("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-shared"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
 ]
 _COMPILE_SECONDS = 300
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int32
 _SIGNATURES = {
-    "evenhand_gemm": [_pointer, _int, _pointer, _int, _int, _pointer, _int, _pointer, _int],
-    "evenhand_rms_norm": [_pointer, _pointer, _pointer, ctypes.c_float, _int, _int, _pointer, _int],
-    "evenhand_rope_angles": [_pointer, _pointer, _int, _pointer, _pointer, _int],
-    "evenhand_rope_store": [*[_pointer] * 8, _int],
-    "evenhand_attention": [*[_pointer] * 7, _int],
     "evenhand_step": [_pointer, _pointer, _pointer, _pointer, _int],
+    "evenhand_gemm": [_pointer, _int, _pointer, _int, _pointer, _pointer, _int],
+    "evenhand_highest": [_pointer, _int, _pointer, _pointer, _pointer, _int],
+    "evenhand_read_row": [_pointer, _int, _pointer],
+    "evenhand_quantise_row": [_pointer, _int, _int, _pointer, _pointer, _pointer],
+    "evenhand_rms_norm_row": [_pointer, _pointer, ctypes.c_float, _int, _pointer],
+    "evenhand_rope_angles": [_int, _pointer, _int, _pointer, _pointer],
+    "evenhand_rope_store": [*[_pointer] * 4, _int, *[_pointer] * 3],
+    "evenhand_attention": [*[_pointer] * 7, _int],
 }
 
 
@@ -57,7 +60,7 @@ def load_library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.evenhand_workspace_bytes.argtypes = [_pointer, _int, _int]
+    library.evenhand_workspace_bytes.argtypes = [_pointer, _pointer, _int]
     library.evenhand_workspace_bytes.restype = ctypes.c_int64
     return library
 

@@ -11,9 +11,13 @@ from engine_actor.attention.base import token_positions, token_slots
 from engine_actor.executor import Executor, ExecutorInfo
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.native.build import load_library
+from engine_actor.native.memory import zeros
 from engine_actor.native.weights import PackedModel, check_shape
-from engine_actor.step import StepRecord
+from engine_actor.step import Int32, StepRecord
 from engine_actor.torch_executor import pool_pages
+
+PARTS = ("linear", "attention", "pointwise", "lm_head")
+"""Parts of a step whose time is counted, in the order of src/step.cpp."""
 
 
 class Step(ctypes.Structure):
@@ -53,8 +57,14 @@ class StepArrays:
         self.struct = Step(record.num_tokens, record.num_rows, len(logit_tokens), **pointers)
 
 
+class Result(ctypes.Structure):
+    """The structure of the same name in src/step.cpp."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("logits", "highest", "seconds")]
+
+
 class NativeExecutor(Executor):
-    """Runs the model of a checkpoint on the CPU, in bfloat16 with a float32 residual.
+    """Runs the model of a checkpoint on the CPU, in bfloat16 with a float32 residual; its weights may be quantised.
 
     A token's logits are the same to the bit whatever shares the step with it and however its prompt was cut.
     """
@@ -66,36 +76,58 @@ class NativeExecutor(Executor):
         num_pages: int | None = None,
         kv_memory_bytes: int | None = None,
         threads: int | None = None,
+        quantization: str = "none",
     ) -> None:
         """Compile or load the kernels, pack the weights, allocate the KV pool.
 
         The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
-        `threads` None is torch's choice. Raises NativeUnavailable when this machine or this model is not
-        served, ValueError for a pool without a usable page.
+        `threads` None is torch's choice; `quantization` is one of weights.QUANTIZATIONS. Raises NativeUnavailable
+        when this machine or this model is not served, ValueError for a pool without a usable page.
         """
-        check_shape(checkpoint.config)
+        check_shape(checkpoint.config, quantization)
         self._library = load_library()
         self.num_pages = pool_pages(checkpoint.config, torch.bfloat16, num_pages, kv_memory_bytes)
         self._threads = threads or torch.get_num_threads()
-        self._model = PackedModel(checkpoint, self.num_pages)
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._model = PackedModel(checkpoint, self.num_pages, quantization)
+        self._workspace = zeros((1,), torch.uint8)
+        self._logits = zeros((1,), torch.float32)
+        self._seconds = np.zeros(len(PARTS))
         self.info = ExecutorInfo(
             executor="native",
             attention_backend="native",
             device="cpu",
             dtype="bfloat16",
-            quantization="none",
+            quantization=quantization,
             threads=self._threads,
         )
 
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        return dict(zip(PARTS, self._seconds.tolist(), strict=True))
+
     def execute(self, record: StepRecord) -> torch.Tensor:
         arrays = StepArrays(record)
-        model, step = ctypes.byref(self._model.struct), arrays.struct
-        needed = self._library.evenhand_workspace_bytes(model, step.num_tokens, step.num_rows)
+        size = arrays.struct.num_logits * self._model.config.vocab_size
+        if size > len(self._logits):
+            self._logits = zeros((size,), torch.float32)
+        self._run(arrays.struct, logits=self._logits.data_ptr())
+        return self._logits[:size].view(-1, self._model.config.vocab_size)
+
+    def execute_greedy(self, record: StepRecord) -> Int32:
+        arrays = StepArrays(record)
+        highest = np.empty(arrays.struct.num_logits, np.int32)
+        self._run(arrays.struct, highest=highest.ctypes.data)
+        return highest
+
+    def _run(self, step: Step, **result: int) -> None:
+        model = ctypes.byref(self._model.struct)
+        needed = self._library.evenhand_workspace_bytes(model, ctypes.byref(step), self._threads)
         if needed > len(self._workspace):
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
-        logits = torch.empty(step.num_logits, self._model.config.vocab_size)
+            self._workspace = zeros((needed,), torch.uint8)
         self._library.evenhand_step(
-            model, ctypes.byref(step), self._workspace.data_ptr(), logits.data_ptr(), self._threads
+            model,
+            ctypes.byref(step),
+            self._workspace.data_ptr(),
+            ctypes.byref(Result(seconds=self._seconds.ctypes.data, **result)),
+            self._threads,
         )
-        return logits

@@ -1,7 +1,4 @@
-"""Weights in the layout of the native kernels, and the structures that point to them.
-
-The ctypes structures mirror the ones of the same name in src/kernels.h and src/step.cpp.
-"""
+"""The model as the native kernels see it: ctypes structures that mirror those of src/kernels.h and src/step.cpp."""
 
 from __future__ import annotations
 
@@ -11,56 +8,55 @@ from typing import Any
 
 import torch
 
-from engine_actor.loading.checkpoint import Checkpoint, Weights
+from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.loading.config import ModelConfig
 from engine_actor.loading.layout import EMBEDDING, OUTPUT, ROPE_FREQUENCY_FACTORS
 from engine_actor.models.layers import rope_frequencies
 from engine_actor.native.build import NativeUnavailable
+from engine_actor.native.memory import Arena, zeros
+from engine_actor.native.packing import BF16, INT4, INT8, INT8_GROUP, LANES, PackedWeight, interleave, pack
 
-LANES = 16
 MAX_HEAD_DIM = 256
-_COLUMNS = 32
+QUANTIZATIONS = {"none": (BF16, BF16), "int8": (INT8, INT8), "int4": (INT4, INT8)}
+"""Formats of the layers and of the output layer, whose rows are the embedding as well where the two are tied."""
+
+_pointer, _int = ctypes.c_void_p, ctypes.c_int32
 
 
 class Heads(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim")]
+    _fields_ = [(name, _int) for name in ("heads", "kv_heads", "head_dim")]
+
+
+class Weight(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("scales", _pointer), ("n", _int), ("k", _int), ("format", _int)]
 
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("input_norm", "qkv", "qkv_bias", "output", "post_attention_norm", "gate_up", "down")
+        ("input_norm", _pointer),
+        ("qkv", Weight),
+        ("qkv_bias", _pointer),
+        ("output", Weight),
+        ("post_attention_norm", _pointer),
+        ("gate_up", Weight),
+        ("down", Weight),
     ]
 
 
 class Model(ctypes.Structure):
     _fields_ = [
-        ("shape", Heads),
-        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "inner", "vocab", "num_pages")),
+        ("heads", Heads),
+        *((name, _int) for name in ("num_layers", "hidden", "inner", "vocab", "num_pages")),
         ("eps", ctypes.c_float),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("layers", "norm", "embedding", "lm_head", "frequencies", "keys", "values")
-        ),
+        ("layers", _pointer),
+        ("norm", _pointer),
+        ("embedding", _pointer),
+        ("lm_head", Weight),
+        *((name, _pointer) for name in ("frequencies", "keys", "values")),
     ]
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [n, k], k even, as bfloat16 [ceil(n / 32), k / 2, 32, 2]; missing columns are zeros."""
-    n, k = weight.shape
-    blocks = -(-n // _COLUMNS)
-    padded = torch.zeros(blocks * _COLUMNS, k, dtype=torch.bfloat16)
-    padded[:n] = weight
-    return padded.view(blocks, _COLUMNS, k // 2, 2).transpose(1, 2).contiguous()
-
-
-def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Rows of two weights [n, k] in turns of 16: [2 n, k]."""
-    k = gate.shape[1]
-    return torch.stack((gate.view(-1, LANES, k), up.view(-1, LANES, k)), dim=1).reshape(-1, k)
-
-
-def check_shape(config: ModelConfig) -> None:
+def check_shape(config: ModelConfig, quantization: str) -> None:
     """Raise NativeUnavailable for a model that the kernels can not compute."""
     sizes = {
         "hidden size": config.hidden_size,
@@ -87,23 +83,38 @@ def check_shape(config: ModelConfig) -> None:
         raise NativeUnavailable(
             f"{config.architecture} needs what the kernels do not have: {', '.join(absent)}"
         )
+    if quantization == "none":
+        return
+    inputs = {
+        "hidden size": config.hidden_size,
+        "intermediate size": config.intermediate_size,
+        "size of all heads": config.num_heads * config.head_dim,
+    }
+    for name, size in inputs.items():
+        if size % INT8_GROUP:
+            raise NativeUnavailable(f"{quantization} needs a {name} that {INT8_GROUP} divides, not {size}")
 
 
 class PackedModel:
     """The model and its KV pool, [layers, pages, kv_heads, head_dim * 16] for keys and for values."""
 
-    def __init__(self, checkpoint: Checkpoint, num_pages: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, num_pages: int, quantization: str = "none") -> None:
         """Reads the weights of a checked checkpoint, one tensor at a time."""
         self.config = config = checkpoint.config
-        check_shape(config)
-        weights = checkpoint.weights
-        self._kept: list[Any] = []  # what the pointers below point to
-        layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
-        factors = weights.read(ROPE_FREQUENCY_FACTORS) if ROPE_FREQUENCY_FACTORS in weights.shapes else None
-        embedding = weights.read(EMBEDDING).bfloat16()
+        check_shape(config, quantization)
+        self._weights = checkpoint.weights
+        self._arena = Arena()
+        self._layer_format, output_format = QUANTIZATIONS[quantization]
+        layers = (Layer * config.num_layers)(*(self._layer(i) for i in range(config.num_layers)))
+        factors = None
+        if ROPE_FREQUENCY_FACTORS in self._weights.shapes:
+            factors = self._weights.read(ROPE_FREQUENCY_FACTORS)
+        embedding = self._weights.read(EMBEDDING)
+        tied = config.tie_word_embeddings
         pool = (config.num_layers, num_pages, config.num_kv_heads, config.head_dim * 16)
+        keys, values = zeros(pool, torch.bfloat16), zeros(pool, torch.bfloat16)
         self.struct = Model(
-            shape=Heads(config.num_heads, config.num_kv_heads, config.head_dim),
+            heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -111,39 +122,39 @@ class PackedModel:
             num_pages=num_pages,
             eps=config.rms_norm_eps,
             layers=ctypes.addressof(layers),
-            norm=self._keep(weights.read("model.norm.weight").float()),
-            embedding=self._keep(embedding),
-            lm_head=self._keep(pack(embedding if config.tie_word_embeddings else weights.read(OUTPUT))),
-            frequencies=self._keep(rope_frequencies(config, factors)),
-            keys=self._keep(torch.zeros(pool, dtype=torch.bfloat16)),
-            values=self._keep(torch.zeros(pool, dtype=torch.bfloat16)),
+            norm=self._arena.keep(self._weights.read("model.norm.weight").float()),
+            embedding=None if tied else self._arena.keep(embedding.bfloat16()),
+            lm_head=self._weight(embedding if tied else self._weights.read(OUTPUT), output_format),
+            frequencies=self._arena.keep(rope_frequencies(config, factors)),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
         )
-        self._kept.append(layers)
+        self._kept: tuple[Any, ...] = (layers, keys, values)  # what the pointers point to, beside the arena
 
-    def _layer(self, weights: Weights, index: int) -> Layer:
+    def _layer(self, index: int) -> Layer:
         prefix = f"model.layers.{index}."
+        read, form = self._weights.read, self._layer_format
         attention = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
         biases = [f"{name}.bias" for name in attention]
-        has_bias = biases[0] in weights.shapes
+        bias = None
+        if biases[0] in self._weights.shapes:
+            bias = self._arena.keep(torch.cat([read(name) for name in biases]).float())
+        gate_up = interleave(*(read(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")))
         return Layer(
-            input_norm=self._keep(weights.read(prefix + "input_layernorm.weight").float()),
-            qkv=self._keep(pack(torch.cat([weights.read(f"{name}.weight") for name in attention]))),
-            qkv_bias=self._keep(torch.cat([weights.read(name) for name in biases]).float())
-            if has_bias
-            else None,
-            output=self._keep(pack(weights.read(prefix + "self_attn.o_proj.weight"))),
-            post_attention_norm=self._keep(weights.read(prefix + "post_attention_layernorm.weight").float()),
-            gate_up=self._keep(
-                pack(
-                    interleave(
-                        weights.read(prefix + "mlp.gate_proj.weight"),
-                        weights.read(prefix + "mlp.up_proj.weight"),
-                    )
-                )
-            ),
-            down=self._keep(pack(weights.read(prefix + "mlp.down_proj.weight"))),
+            input_norm=self._arena.keep(read(prefix + "input_layernorm.weight").float()),
+            qkv=self._weight(torch.cat([read(f"{name}.weight") for name in attention]), form),
+            qkv_bias=bias,
+            output=self._weight(read(prefix + "self_attn.o_proj.weight"), form),
+            post_attention_norm=self._arena.keep(read(prefix + "post_attention_layernorm.weight").float()),
+            gate_up=self._weight(gate_up, form),
+            down=self._weight(read(prefix + "mlp.down_proj.weight"), form),
         )
 
-    def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor.contiguous())
-        return int(self._kept[-1].data_ptr())
+    def _weight(self, weight: torch.Tensor, form: int) -> Weight:
+        return weight_struct(pack(weight, form), self._arena)
+
+
+def weight_struct(packed: PackedWeight, arena: Arena) -> Weight:
+    """The structure of a packed weight, whose memory is the arena's."""
+    scales = None if packed.scales is None else arena.keep(packed.scales)
+    return Weight(arena.keep(packed.data), scales, packed.n, packed.k, packed.format)

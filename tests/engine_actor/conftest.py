@@ -152,7 +152,9 @@ def _all_logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     pages = list(range(1, 2 + len(tokens) // PAGE_SIZE))
     executor.execute(_make_record(Row(tokens, pages, more=True)))
     rows = [Row([token], pages, start=position) for position, token in enumerate(tokens)]
-    return torch.cat([executor.execute(_make_record(*rows[i : i + 64])) for i in range(0, len(rows), 64)])
+    return torch.cat(
+        [executor.execute(_make_record(*rows[i : i + 64])).clone() for i in range(0, len(rows), 64)]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,13 @@
 
 #include "kernels.h"
 
+#define UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
-constexpr int MAX_HEAD_DIM = 256;
-constexpr int TILE_ROWS = 6;     // 6 x 4 sums, 4 keys and a query fill the registers
+constexpr int TILE_ROWS = ATTENTION_TILE_ROWS;
 constexpr int BLOCK_PAGES = 4;
 constexpr int BLOCK_KEYS = BLOCK_PAGES * PAGE_SIZE;
-constexpr int TASK_TOKENS = 16;  // of one task
 
 struct Tile {
     const bf16* q[TILE_ROWS];
@@ -36,56 +36,54 @@ struct State {
     float highest[R], sum[R];
 };
 
+// Fetches what lies at the pages from key `first` on. Pages are anywhere, so hardware does not foresee it.
+void fetch_block(const Tile& t, const bf16* pool, int first) {
+    const int end = std::min(first + BLOCK_KEYS, t.last_keys), bytes = t.dim * PAGE_SIZE * 2;
+    for (int key = first; key < end; key += PAGE_SIZE) {
+        const bf16* at = pool + t.pages[key / PAGE_SIZE] * t.page_stride + t.head_offset;
+        for (int i = 0; i < bytes; i += 64) prefetch(reinterpret_cast<const char*>(at) + i);
+    }
+}
+
 // Scores of one block, and from them its probabilities; rescales what came before.
 template <int R>
 void block_scores(const Tile& t, int first, int pages, State<R>& state) {
     const bf16* k[BLOCK_PAGES];
     for (int i = 0; i < BLOCK_PAGES; i++)
         k[i] = t.key_pool + t.pages[first / PAGE_SIZE + std::min(i, pages - 1)] * t.page_stride + t.head_offset;
-    __m512 s[R][BLOCK_PAGES];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = s[r][2] = s[r][3] = _mm512_setzero_ps();
-    for (int i = 0; i < t.dim / 2; i++) {
-        const int at = i * 2 * PAGE_SIZE;
-        const __m512bh k0 = load_pairs(k[0] + at), k1 = load_pairs(k[1] + at);
-        const __m512bh k2 = load_pairs(k[2] + at), k3 = load_pairs(k[3] + at);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            const __m512bh q = broadcast_pair(reinterpret_cast<const uint32_t*>(t.q[r])[i]);
-            s[r][0] = _mm512_dpbf16_ps(s[r][0], k0, q);
-            s[r][1] = _mm512_dpbf16_ps(s[r][1], k1, q);
-            s[r][2] = _mm512_dpbf16_ps(s[r][2], k2, q);
-            s[r][3] = _mm512_dpbf16_ps(s[r][3], k3, q);
+    f32 s[R][BLOCK_PAGES];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int i = 0; i < BLOCK_PAGES; i++) s[r][i] = zero();
+    for (int d = 0; d < t.dim / 2; d++) {
+        pairs key[BLOCK_PAGES];
+        UNROLL for (int i = 0; i < BLOCK_PAGES; i++) key[i] = load_pairs(k[i] + d * 2 * PAGE_SIZE);
+        UNROLL for (int r = 0; r < R; r++) {
+            const pairs q = set_pair(word_at(t.q[r] + 2 * d));
+            UNROLL for (int i = 0; i < BLOCK_PAGES; i++) s[r][i] = dot(s[r][i], key[i], q);
         }
     }
-    const __m512 nothing = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(t.scale);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-        __mmask16 seen[BLOCK_PAGES];
-        __m512 block_highest = nothing;
-#pragma GCC unroll 4
-        for (int i = 0; i < BLOCK_PAGES; i++) {
-            const int count = std::min(std::max(t.keys[r] - first - i * PAGE_SIZE, 0), PAGE_SIZE);
-            seen[i] = static_cast<__mmask16>((1u << count) - 1);
-            s[r][i] = _mm512_mask_mul_ps(nothing, seen[i], s[r][i], scale);
-            block_highest = _mm512_max_ps(block_highest, s[r][i]);
+    const f32 nothing = set(-INFINITY), scale = set(t.scale);
+    UNROLL for (int r = 0; r < R; r++) {
+        const int seen = t.keys[r] - first;
+        f32 block_highest = nothing;
+        UNROLL for (int i = 0; i < BLOCK_PAGES; i++) {
+            s[r][i] = first_lanes(mul(s[r][i], scale), seen - i * PAGE_SIZE, nothing);
+            block_highest = max(block_highest, s[r][i]);
         }
-        const float highest = std::max(state.highest[r], _mm512_reduce_max_ps(block_highest));
-        const float kept = std::exp2(state.highest[r] - highest);
-        state.highest[r] = highest;
-        const __m512 shift = _mm512_set1_ps(highest);
-        __m512 total = _mm512_setzero_ps();
-#pragma GCC unroll 4
-        for (int i = 0; i < BLOCK_PAGES; i++) {
-            const __m512 p = _mm512_maskz_mov_ps(seen[i], exp2_ps(_mm512_sub_ps(s[r][i], shift)));
-            total = _mm512_add_ps(total, p);
+        const float now_highest = std::max(state.highest[r], highest(block_highest));
+        const float kept = std::exp2(state.highest[r] - now_highest);
+        state.highest[r] = now_highest;
+        const f32 shift = set(now_highest);
+        f32 sum = zero();
+        UNROLL for (int i = 0; i < BLOCK_PAGES; i++) {
+            const f32 p = first_lanes(exp2(sub(s[r][i], shift)), seen - i * PAGE_SIZE, zero());
+            sum = add(sum, p);
             store_bf16(state.p[r] + i * PAGE_SIZE, p);
         }
-        state.sum[r] = state.sum[r] * kept + _mm512_reduce_add_ps(total);
+        state.sum[r] = state.sum[r] * kept + total(sum);
         if (kept != 1.0f) {
-            const __m512 factor = _mm512_set1_ps(kept);
-            for (int d = 0; d < t.dim; d += LANES)
-                _mm512_store_ps(state.out[r] + d, _mm512_mul_ps(_mm512_load_ps(state.out[r] + d), factor));
+            const f32 factor = set(kept);
+            for (int d = 0; d < t.dim; d += LANES) store(state.out[r] + d, mul(load(state.out[r] + d), factor));
         }
     }
 }
@@ -93,32 +91,26 @@ void block_scores(const Tile& t, int first, int pages, State<R>& state) {
 // Adds the block's values, weighted, to V registers of dims from d on.
 template <int R, int V>
 void block_values(const Tile& t, int first, int d, State<R>& state) {
-    __m512 o[R][V];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < V; j++) o[r][j] = _mm512_load_ps(state.out[r] + d + j * LANES);
+    f32 o[R][V];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < V; j++) o[r][j] = load(state.out[r] + d + j * LANES);
     const int count = std::min(BLOCK_KEYS, t.last_keys - first);
-    for (int i = 0; i < (count + 1) / 2; i++) {
+    const auto add_pair = [&](int i, auto load_values) {
         const int64_t page = t.pages[first / PAGE_SIZE + i / (PAGE_SIZE / 2)];
         const bf16* v = t.value_pool + page * t.page_stride + t.head_offset;
         v += (i % (PAGE_SIZE / 2) * t.dim + d) * 2;
-        // The second key of the last pair may be a former owner's, and 0 * NaN is NaN.
-        const __mmask32 seen = 2 * i + 1 < count ? 0xffffffffu : 0x55555555u;
-        __m512bh value[V];
-#pragma GCC unroll 4
-        for (int j = 0; j < V; j++) value[j] = (__m512bh)_mm512_maskz_loadu_epi16(seen, v + j * 2 * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            const __m512bh p = broadcast_pair(reinterpret_cast<const uint32_t*>(state.p[r])[i]);
-#pragma GCC unroll 4
-            for (int j = 0; j < V; j++) o[r][j] = _mm512_dpbf16_ps(o[r][j], value[j], p);
+        pairs value[V];
+        UNROLL for (int j = 0; j < V; j++) value[j] = load_values(v + j * 2 * LANES);
+        UNROLL for (int r = 0; r < R; r++) {
+            const pairs p = set_pair(word_at(state.p[r] + 2 * i));
+            UNROLL for (int j = 0; j < V; j++) o[r][j] = dot(o[r][j], value[j], p);
         }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < V; j++) _mm512_store_ps(state.out[r] + d + j * LANES, o[r][j]);
+    };
+    for (int i = 0; i < count / 2; i++) add_pair(i, load_pairs);
+    // The second key of the last pair may be a former owner's, and 0 * NaN is NaN.
+    if (count % 2) add_pair(count / 2, load_first_of_pairs);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < V; j++) store(state.out[r] + d + j * LANES, o[r][j]);
 }
 
 template <int R>
@@ -127,64 +119,70 @@ void attend(const Tile& t) {
     for (int r = 0; r < R; r++) {
         state.highest[r] = -INFINITY;
         state.sum[r] = 0.0f;
-        for (int d = 0; d < t.dim; d += LANES) _mm512_store_ps(state.out[r] + d, _mm512_setzero_ps());
+        for (int d = 0; d < t.dim; d += LANES) store(state.out[r] + d, zero());
     }
     for (int first = 0; first < t.last_keys; first += BLOCK_KEYS) {
         const int pages = (std::min(BLOCK_KEYS, t.last_keys - first) + PAGE_SIZE - 1) / PAGE_SIZE;
+        fetch_block(t, t.value_pool, first);
         block_scores<R>(t, first, pages, state);
+        fetch_block(t, t.key_pool, first + BLOCK_KEYS);
         int d = 0;
         for (; d + 4 * LANES <= t.dim; d += 4 * LANES) block_values<R, 4>(t, first, d, state);
         for (; d < t.dim; d += LANES) block_values<R, 1>(t, first, d, state);
     }
     for (int r = 0; r < R; r++) {
-        const __m512 inverse = _mm512_set1_ps(1.0f / state.sum[r]);
-        for (int d = 0; d < t.dim; d += LANES)
-            store_bf16(t.out[r] + d, _mm512_mul_ps(_mm512_load_ps(state.out[r] + d), inverse));
+        const f32 inverse = set(1.0f / state.sum[r]);
+        for (int d = 0; d < t.dim; d += LANES) store_bf16(t.out[r] + d, mul(load(state.out[r] + d), inverse));
     }
 }
 
-using Attend = void (*)(const Tile&);
-constexpr Attend ATTEND[] = {nullptr,   attend<1>, attend<2>, attend<3>,
-                             attend<4>, attend<5>, attend<6>};
+template <int R = TILE_ROWS>
+void attend_rows(const Tile& t, int rows) {
+    if constexpr (R > 0) {
+        if (rows == R) return attend<R>(t);
+        attend_rows<R - 1>(t, rows);
+    }
+}
 
 }  // namespace
 
-void evenhand_attention(const Step* step, const Heads* shape, const bf16* q, const bf16* keys,
-                        const bf16* values, int32_t* tasks, bf16* out, int32_t threads) {
+int attention_tasks(const Step& step, AttentionTask* tasks) {
     int count = 0;
-    for (int row = 0; row < step->num_rows; row++)
-        for (int t = step->token_indptr[row]; t < step->token_indptr[row + 1]; t += TASK_TOKENS, count++) {
-            tasks[2 * count] = row;
-            tasks[2 * count + 1] = t;
-        }
-    const int heads = shape->heads, kv_heads = shape->kv_heads, dim = shape->head_dim, group = heads / kv_heads;
-    const float scale = LOG2_E / std::sqrt(static_cast<float>(dim));
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (count * kv_heads > 3)
-    for (int i = 0; i < count * kv_heads; i++) {
-        const int row = tasks[i / kv_heads * 2], first = tasks[i / kv_heads * 2 + 1], kv_head = i % kv_heads;
-        const int begin = step->token_indptr[row];
-        const int end = std::min(first + TASK_TOKENS, step->token_indptr[row + 1]);
+    for (int row = 0; row < step.num_rows; row++)
+        for (int t = step.token_indptr[row]; t < step.token_indptr[row + 1]; t += TASK_TOKENS) tasks[count++] = {row, t};
+    return count;
+}
+
+void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, const bf16* q,
+               const Pages& pages, bf16* out) {
+    const int kv_heads = heads.kv_heads, dim = heads.head_dim, group = heads.heads / kv_heads;
+    const auto one = [&](const AttentionTask& task, int kv_head) {
+        const int begin = step.token_indptr[task.row];
+        const int end = std::min(task.first_token + TASK_TOKENS, step.token_indptr[task.row + 1]);
         Tile tile;
-        tile.pages = step->page_indices + step->page_indptr[row];
-        tile.key_pool = keys;
-        tile.value_pool = values;
+        tile.pages = step.page_indices + step.page_indptr[task.row];
+        tile.key_pool = pages.keys;
+        tile.value_pool = pages.values;
         tile.page_stride = static_cast<int64_t>(kv_heads) * dim * PAGE_SIZE;
         tile.head_offset = static_cast<int64_t>(kv_head) * dim * PAGE_SIZE;
         tile.dim = dim;
-        tile.scale = scale;
-        const int queries = (end - first) * group;
+        tile.scale = LOG2_E / std::sqrt(static_cast<float>(dim));
+        const int queries = (end - task.first_token) * group;
         for (int done = 0; done < queries;) {
             const int size = std::min(TILE_ROWS, queries - done);
             for (int r = 0; r < size; r++) {
-                const int token = first + (done + r) / group, head = kv_head * group + (done + r) % group;
-                const int64_t at = (static_cast<int64_t>(token) * heads + head) * dim;
+                const int token = task.first_token + (done + r) / group, head = kv_head * group + (done + r) % group;
+                const int64_t at = (static_cast<int64_t>(token) * heads.heads + head) * dim;
                 tile.q[r] = q + at;
                 tile.out[r] = out + at;
-                tile.keys[r] = step->start[row] + token - begin + 1;
+                tile.keys[r] = step.start[task.row] + token - begin + 1;
             }
             tile.last_keys = tile.keys[size - 1];
-            ATTEND[size](tile);
+            attend_rows(tile, size);
             done += size;
         }
-    }
+    };
+    team.share(count * kv_heads, 4, [&](int first, int last) {
+        for (int i = first; i < last; i++) one(tasks[i / kv_heads], i % kv_heads);
+    });
 }

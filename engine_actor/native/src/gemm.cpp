@@ -1,87 +1,84 @@
-// bfloat16 matrix product with a packed weight: 8 rows by 32 columns in registers.
-#include <algorithm>
+// The matrix product: columns are shared out among threads, rows go through in tiles.
+#include "gemm.h"
 
-#include "kernels.h"
+#include <limits>
 
 namespace {
 
-constexpr int COLUMNS = 32;
-constexpr int TILE_ROWS = 8;    // 8 x 2 accumulators; more do not stay in registers
-constexpr int BLOCK_ROWS = 96;  // rows of a that stay in the second level cache
+constexpr int BLOCK_ROWS = 96;   // rows of x that stay in the second level cache
+constexpr int MOST_PANELS = 16;  // that a thread takes at a time
 
-struct Product {
-    const bf16* a;
-    const bf16* packed;
-    const float* bias;
-    void* out;
-    int32_t n, k;
-    Epilogue epilogue;
-};
+// Rows of one tile out of `left`: 8 + 1 rows take longer than 5 + 4.
+int tile_rows(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
 
-inline __mmask16 lanes_below(int limit) {
-    return limit >= LANES ? 0xffff : limit <= 0 ? 0 : (__mmask16)((1u << limit) - 1);
-}
-
-inline __attribute__((always_inline)) void write(const Product& p, int64_t row, int column, __m512 low,
-                                                 __m512 high) {
-    if (p.epilogue == Epilogue::silu_mul) {
-        store_bf16(static_cast<bf16*>(p.out) + row * (p.n / 2) + column / 2, _mm512_mul_ps(silu_ps(low), high));
-        return;
+template <typename Kernel>
+void panels(const Product& p, int begin, int end, int rows) {
+    for (int block = 0; block < rows; block += BLOCK_ROWS) {
+        const int last = std::min(rows, block + BLOCK_ROWS);
+        for (int panel = begin; panel < end; panel++)
+            for (int row = block; row < last;) {
+                const int count = tile_rows(last - row, Kernel::TILE_ROWS);
+                call_tile<Kernel>(p, row, count, panel);
+                row += count;
+            }
     }
-    const __mmask16 keep_low = lanes_below(p.n - column), keep_high = lanes_below(p.n - column - LANES);
-    float* out = static_cast<float*>(p.out) + row * p.n + column;
-    const float* added = p.epilogue == Epilogue::add ? out : p.bias == nullptr ? nullptr : p.bias + column;
-    if (added != nullptr) {
-        low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(keep_low, added));
-        high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(keep_high, added + LANES));
-    }
-    _mm512_mask_storeu_ps(out, keep_low, low);
-    _mm512_mask_storeu_ps(out + LANES, keep_high, high);
 }
-
-template <int R>
-void tile(const Product& p, int64_t row, int column) {
-    const int pairs = p.k / 2;
-    const uint32_t* a = reinterpret_cast<const uint32_t*>(p.a + row * p.k);
-    const bf16* w = p.packed + static_cast<int64_t>(column) * p.k;
-    __m512 sum[R][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-    for (int i = 0; i < pairs; i++, w += 2 * COLUMNS) {
-        const __m512bh low = load_pairs(w), high = load_pairs(w + COLUMNS);
-        _mm_prefetch(reinterpret_cast<const char*>(w) + 2048, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(w) + 2112, _MM_HINT_T0);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const __m512bh x = broadcast_pair(a[static_cast<int64_t>(r) * pairs + i]);
-            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], low, x);
-            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], high, x);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) write(p, row + r, column, sum[r][0], sum[r][1]);
-}
-
-using Tile = void (*)(const Product&, int64_t, int);
-constexpr Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>, tile<7>, tile<8>};
 
 }  // namespace
 
-void evenhand_gemm(const bf16* a, int32_t rows, const bf16* packed, int32_t n, int32_t k, const float* bias,
-                   Epilogue epilogue, void* out, int32_t threads) {
-    const Product product{a, packed, bias, out, n, k, epilogue};
-    const int column_blocks = (n + COLUMNS - 1) / COLUMNS, row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    // Columns are the outer loop: a thread reads only its part of the weight.
-#pragma omp parallel for schedule(static) collapse(2) num_threads(threads)
-    for (int j = 0; j < column_blocks; j++)
-        for (int i = 0; i < row_blocks; i++) {
-            const int end = std::min(rows, (i + 1) * BLOCK_ROWS);
-            for (int row = i * BLOCK_ROWS; row < end;) {
-                const int left = end - row;
-                // 8 + 1 rows take longer than 5 + 4.
-                const int count = left <= TILE_ROWS ? left : left < 2 * TILE_ROWS ? (left + 1) / 2 : TILE_ROWS;
-                TILES[count](product, row, j * COLUMNS);
-                row += count;
+void gemm(Team& team, const Activations& x, int rows, const Weight& weight, const Output& output) {
+    if (rows == 0) return;
+    Product product{x, weight, output, weight.n, weight.k};
+    if (output.epilogue == Epilogue::best)
+        product.output.out = static_cast<Best*>(output.out) + static_cast<int64_t>(team.rank) * rows;
+    const int count = (weight.n + COLUMNS - 1) / COLUMNS;
+    team.share(count, MOST_PANELS, [&](int begin, int end) {
+        switch (weight.format) {
+            case Format::bf16: return panels<Bf16Kernel>(product, begin, end, rows);
+            case Format::int8: return panels<Int8Kernel>(product, begin, end, rows);
+            case Format::int4: return panels<Int4Kernel>(product, begin, end, rows);
+        }
+    });
+}
+
+void Best::clear() {
+    for (int i = 0; i < LANES; i++) {
+        value[i] = -std::numeric_limits<float>::infinity();
+        column[i] = 0;
+        zeros[i] = 0.0f;
+    }
+}
+
+int32_t best_column(const Best* best, int threads, int stride) {
+    float value = -std::numeric_limits<float>::infinity();
+    int32_t column = -1;
+    for (int thread = 0; thread < threads; thread++, best += stride)
+        for (int i = 0; i < LANES; i++) {
+            if (!(best->zeros[i] == 0.0f)) return -1;
+            if (best->value[i] > value || (best->value[i] == value && best->column[i] < column)) {
+                value = best->value[i];
+                column = best->column[i];
             }
         }
+    return column;
+}
+
+void read_row(const Weight& weight, int column, float* out) {
+    const int k = weight.k;
+    const int64_t panel = column / COLUMNS, lane = column % COLUMNS;
+    if (weight.format == Format::bf16) {
+        const char* words = static_cast<const char*>(weight.data) + panel * COLUMNS * k * 2;
+        for (int i = 0; i < k; i += 2) {
+            const uint32_t pair = word_at(words + 4 * (i / 2 * COLUMNS + lane));
+            const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
+            __builtin_memcpy(out + i, bits, sizeof bits);
+        }
+        return;
+    }
+    const uint8_t* bytes = static_cast<const uint8_t*>(weight.data) + panel * COLUMNS * k;
+    const float scale = static_cast<const float*>(weight.scales)[column];
+    for (int i = 0; i < k; i++) {
+        const int byte = bytes[(i / 4 * COLUMNS + lane) * 4 + i % 4];
+        out[i] = scale * static_cast<float>(byte - 128);
+    }
 }

@@ -1,7 +1,15 @@
 // Kernels of a decoder step. Every value is reduced in an order that depends on neither the number of rows nor
 // the number of threads, so a token's result is the same to the bit in any batch and any chunk.
+//
+// A kernel with a Team is one phase of it.
 #pragma once
 #include "simd.h"
+#include "team.h"
+
+constexpr int PAGE_SIZE = 16;     // tokens of one KV page
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int COLUMNS = 32;       // of one panel of a packed weight
+constexpr int TASK_TOKENS = 16;   // of one task of the attention
 
 // Tokens of a step and where their KV lies: the columns of engine_actor.step.StepRecord.
 struct Step {
@@ -10,47 +18,105 @@ struct Step {
     const int32_t* token_indptr;  // [num_rows + 1]
     const int32_t* start;         // [num_rows]
     const int32_t* page_indices;
-    const int32_t* page_indptr;    // [num_rows + 1]
-    const int32_t* positions;      // [num_tokens]
-    const int32_t* slots;          // [num_tokens] page * PAGE_SIZE + offset
-    const int32_t* logit_tokens;   // [num_logits] indexes of tokens
+    const int32_t* page_indptr;   // [num_rows + 1]
+    const int32_t* positions;     // [num_tokens]
+    const int32_t* slots;         // [num_tokens] page * PAGE_SIZE + offset
+    const int32_t* logit_tokens;  // [num_logits] indexes of tokens
 };
 
-// One layer's pages: keys are [page][kv head][dim / 2][PAGE_SIZE][2] and values
-// [page][kv head][PAGE_SIZE / 2][dim][2], so that a dot product of pairs needs no sum across lanes.
-struct Heads {
-    int32_t heads, kv_heads, head_dim;
+enum class Format : int32_t {
+    bf16 = 0,  // data [panels][k / 2][32][2] bfloat16
+    int8 = 1,  // data [panels][k / 4][32][4] bytes, scales [panels][32] float32
+    int4 = 2,  // data [panels][k / 32][4][32][4] bytes, scales [panels][k / 32][2][32] float16: factor and minimum
 };
+
+// A weight [n, k] in panels of 32 rows of it (columns of the product), the last one filled up with zeros.
+// int8: k a multiple of 64, value = (byte - 128) * scale of its row of the weight. int4: k a multiple of 32,
+// value = factor * nibble + minimum by 32 values of a row; quads 2 j and 2 j + 1 of them are the low and the high
+// nibbles of the bytes [j].
+struct Weight {
+    const void* data;
+    const void* scales;
+    int32_t n, k;
+    Format format;
+};
+
+// Rows that a weight is multiplied with: bfloat16, or bytes with a scale and a sum for each group of inputs.
+struct Activations {
+    const bf16* values;    // [rows, k]
+    const int8_t* bytes;   // [rows, k]
+    const float* scales;   // [rows, k / group]
+    const int32_t* sums;   // [rows, k / group] sum of the bytes times sum_factor()
+};
+
+constexpr int INT8_GROUP = 64, INT4_GROUP = 32;
+inline int group_size(Format format) { return format == Format::int4 ? INT4_GROUP : INT8_GROUP; }
+inline int sum_factor(Format format) { return format == Format::int4 ? 1 : BYTE_SUM_FACTOR; }
 
 enum class Epilogue : int32_t {
     store = 0,     // float32 [rows, n] = product + bias
     add = 1,       // float32 [rows, n] += product
     silu_mul = 2,  // bf16 [rows, n / 2] = silu(gate) * up; gate and up alternate by 16 columns
+    best = 3,      // Best [threads, rows]: the highest column of each row; the caller has cleared them all
 };
 
-extern "C" {
+// The highest columns that one thread has seen of one row, lane by lane.
+struct alignas(64) Best {
+    float value[LANES];
+    int32_t column[LANES];
+    float zeros[LANES];  // 0 times every value: not 0 once one of them was not finite
 
-// a [rows, k] times a weight [n, k] that is packed as [n / 32][k / 2][32][2], n padded with zeros to 32.
-// k is even; bias [n] float32 or null, for Epilogue::store.
-void evenhand_gemm(const bf16* a, int32_t rows, const bf16* packed, int32_t n, int32_t k, const float* bias,
-                   Epilogue epilogue, void* out, int32_t threads);
+    void clear();
+};
 
-// out [rows, n] bf16 = x / rms(x) * weight; x and weight float32, n a multiple of 16. `pick` [rows] names the
-// rows of x to take, null for all in order.
-void evenhand_rms_norm(const float* x, const int32_t* pick, const float* weight, float eps, int32_t rows,
-                       int32_t n, bf16* out, int32_t threads);
+struct Output {
+    Epilogue epilogue;
+    void* out;
+    const float* bias = nullptr;  // [n] or null; for Epilogue::store
+};
 
-// cos and sin [num_tokens, head_dim / 2] of the positions' angles.
-void evenhand_rope_angles(const Step* step, const float* frequencies, int32_t half, float* cos, float* sin,
-                          int32_t threads);
+struct Heads {
+    int32_t heads, kv_heads, head_dim;
+};
 
-// Rotates q and k of qkv [num_tokens, heads + 2 kv_heads, head_dim] float32, pairing dim i with i + head_dim / 2;
-// q goes to q [num_tokens, heads, head_dim] bf16, k and v into their pages.
-void evenhand_rope_store(const Step* step, const Heads* shape, const float* qkv, const float* cos,
-                         const float* sin, bf16* q, bf16* keys, bf16* values, int32_t threads);
+// One layer's pages: keys are [page][kv head][dim / 2][PAGE_SIZE][2] and values
+// [page][kv head][PAGE_SIZE / 2][dim][2], so that a dot product of pairs needs no sum across lanes.
+struct Pages {
+    bf16* keys;
+    bf16* values;
+};
 
-// Causal attention of all rows over their pages, softmax online in float32 over blocks of 64 keys.
-// out is [num_tokens, heads, head_dim] bf16; tasks is room for 2 * (num_tokens / 16 + num_rows) integers.
-void evenhand_attention(const Step* step, const Heads* shape, const bf16* q, const bf16* keys,
-                        const bf16* values, int32_t* tasks, bf16* out, int32_t threads);
-}
+// rows of x times the weight, each product to its epilogue.
+void gemm(Team& team, const Activations& x, int rows, const Weight& weight, const Output& output);
+
+// The first highest column of a row from the Bests of all threads, `stride` apart; -1 if a value was not finite.
+int32_t best_column(const Best* best, int threads, int stride);
+
+// Row `column` of a weight as float32 [k]; not of int4.
+void read_row(const Weight& weight, int column, float* out);
+
+// One row of bfloat16 [k] to the bytes, scales and sums of Activations.
+void quantise_row(const bf16* x, int k, Format format, int8_t* bytes, float* scales, int32_t* sums);
+
+// x / rms(x) * weight, float32 [n] to bfloat16; n a multiple of 16.
+void rms_norm_row(const float* x, const float* weight, float eps, int n, bf16* out);
+
+// Cosines and sines [head_dim / 2] of a position's angles.
+void rope_angles(int position, const float* frequencies, int half, float* cos, float* sin);
+
+// Rotates q and k of qkv [heads + 2 kv_heads, head_dim] float32, pairing dim i with i + head_dim / 2; q goes to
+// q [heads, head_dim], k and v into the slot.
+void rope_store(const Heads& heads, const float* qkv, const float* cos, const float* sin, int slot, bf16* q,
+                const Pages& pages);
+
+// One task of the attention for each 16 tokens of a row: (row, first token). Returns how many; `tasks` has room for
+// num_tokens / 16 + num_rows.
+struct AttentionTask {
+    int32_t row, first_token;
+};
+int attention_tasks(const Step& step, AttentionTask* tasks);
+
+// Causal attention over the pages, softmax online in float32 over blocks of 64 keys.
+// q and out are [num_tokens, heads, head_dim].
+void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, const bf16* q,
+               const Pages& pages, bf16* out);

@@ -1,35 +1,65 @@
-// The walk over layers: a whole decoder step in one call.
+// The walk over layers: a whole decoder step in one call, its threads started once.
+#include <chrono>
+
 #include "kernels.h"
 
 struct Layer {
     const float* input_norm;
-    const bf16* qkv;
+    Weight qkv;
     const float* qkv_bias;  // null where the model has none
-    const bf16* output;
+    Weight output;
     const float* post_attention_norm;
-    const bf16* gate_up;
-    const bf16* down;
+    Weight gate_up;
+    Weight down;
 };
 
 struct Model {
-    Heads shape;
+    Heads heads;
     int32_t num_layers, hidden, inner, vocab, num_pages;
     float eps;
     const Layer* layers;
     const float* norm;
-    const bf16* embedding;  // [vocab, hidden]
-    const bf16* lm_head;
+    const bf16* embedding;  // [vocab, hidden], or null where lm_head is the embedding as well
+    Weight lm_head;
     const float* frequencies;  // [head_dim / 2]
-    bf16* keys;                // [num_layers] pools, see Heads
+    bf16* keys;                // [num_layers] pools, see Pages
     bf16* values;
+};
+
+// What a step gives back: the logits, or the highest token of each row and whether its logits were finite.
+struct Result {
+    float* logits;     // [num_logits, vocab], or null: then
+    int32_t* highest;  // [num_logits], -1 for a row that was not finite
+    double* seconds;   // of each Part, added to
 };
 
 namespace {
 
+// The parts of a step whose time is counted.
+enum class Part { linear, attention, pointwise, lm_head };
+
+constexpr int LAYER_PHASES = 10, OTHER_PHASES = 5;
+
+// Adds the time between its calls to parts of the step, in the first thread.
+class Clock {
+public:
+    Clock(double* seconds, bool on) : seconds_(seconds), on_(on), last_(std::chrono::steady_clock::now()) {}
+
+    void end(Part part) {
+        if (!on_) return;
+        const auto now = std::chrono::steady_clock::now();
+        seconds_[static_cast<int>(part)] += std::chrono::duration<double>(now - last_).count();
+        last_ = now;
+    }
+
+private:
+    double* seconds_;
+    bool on_;
+    std::chrono::steady_clock::time_point last_;
+};
+
 // Room for one step, cut out of one block of memory at 64-byte borders.
 struct Workspace {
-    explicit Workspace(char* block) : begin(block), at(block) {}
-
     template <typename T>
     T* take(int64_t count) {
         T* taken = reinterpret_cast<T*>(at);
@@ -37,74 +67,158 @@ struct Workspace {
         return taken;
     }
 
-    int64_t used() const { return at - begin; }
-
-    char* begin;
     char* at;
 };
 
 struct Buffers {
     float *hidden, *qkv, *cos, *sin;
     bf16 *normed, *q, *attended, *inner;
-    int32_t* tasks;
+    int8_t* bytes;
+    float* scales;
+    int32_t* sums;
+    AttentionTask* tasks;
+    Best* best;
 
-    Buffers(const Model& m, int64_t tokens, int64_t rows, Workspace& w) {
-        const int64_t dim = m.shape.head_dim, query = m.shape.heads * dim;
+    Buffers(const Model& m, int64_t tokens, int64_t rows, int64_t logits, int64_t threads, Workspace& w) {
+        const int64_t dim = m.heads.head_dim, query = m.heads.heads * dim;
+        const int64_t widest = std::max<int64_t>({m.hidden, m.inner, query});
         hidden = w.take<float>(tokens * m.hidden);
-        qkv = w.take<float>(tokens * (query + 2 * m.shape.kv_heads * dim));
+        qkv = w.take<float>(tokens * (query + 2 * m.heads.kv_heads * dim));
         cos = w.take<float>(tokens * dim / 2);
         sin = w.take<float>(tokens * dim / 2);
         normed = w.take<bf16>(tokens * m.hidden);
         q = w.take<bf16>(tokens * query);
         attended = w.take<bf16>(tokens * query);
         inner = w.take<bf16>(tokens * m.inner);
-        tasks = w.take<int32_t>(2 * (tokens / PAGE_SIZE + rows));
+        bytes = w.take<int8_t>(tokens * widest);
+        scales = w.take<float>(tokens * widest / INT4_GROUP);
+        sums = w.take<int32_t>(tokens * widest / INT4_GROUP);
+        tasks = w.take<AttentionTask>(tokens / TASK_TOKENS + rows);
+        best = w.take<Best>(logits * threads);
     }
+};
+
+// One thread's way through the step.
+class Walk {
+public:
+    Walk(Team& team, const Model& m, const Step& step, const Buffers& b, int tasks, const Result& result)
+        : team_(team), m_(m), step_(step), b_(b), result_(result), tasks_(tasks),
+          clock_(result.seconds, team.rank == 0) {}
+
+    void run() {
+        const int dim = m_.heads.head_dim, kv = m_.heads.kv_heads * dim, query = m_.heads.heads * dim;
+        const int64_t pool = static_cast<int64_t>(m_.num_pages) * PAGE_SIZE * kv;
+        begin();
+        for (int i = 0; i < m_.num_layers; i++) {
+            const Layer& layer = m_.layers[i];
+            const Pages pages{m_.keys + i * pool, m_.values + i * pool};
+            norm(step_.num_tokens, nullptr, layer.input_norm, layer.qkv);
+            product(b_.normed, layer.qkv, {Epilogue::store, b_.qkv, layer.qkv_bias});
+            rows(step_.num_tokens, [&](int t) {
+                rope_store(m_.heads, b_.qkv + int64_t(t) * (query + 2 * kv), b_.cos + int64_t(t) * dim / 2,
+                           b_.sin + int64_t(t) * dim / 2, step_.slots[t], b_.q + int64_t(t) * query, pages);
+            });
+            attention(team_, step_, b_.tasks, tasks_, m_.heads, b_.q, pages, b_.attended);
+            clock_.end(Part::attention);
+            quantise(b_.attended, layer.output);
+            product(b_.attended, layer.output, {Epilogue::add, b_.hidden});
+            norm(step_.num_tokens, nullptr, layer.post_attention_norm, layer.gate_up);
+            product(b_.normed, layer.gate_up, {Epilogue::silu_mul, b_.inner});
+            quantise(b_.inner, layer.down);
+            product(b_.inner, layer.down, {Epilogue::add, b_.hidden});
+        }
+        if (step_.num_logits > 0) finish();
+    }
+
+private:
+    // Embeddings and angles.
+    void begin() {
+        const int half = m_.heads.head_dim / 2;
+        rows(step_.num_tokens, [&](int t) {
+            float* out = b_.hidden + int64_t(t) * m_.hidden;
+            if (m_.embedding == nullptr) {
+                read_row(m_.lm_head, step_.token_ids[t], out);
+            } else {
+                const bf16* row = m_.embedding + int64_t(step_.token_ids[t]) * m_.hidden;
+                for (int i = 0; i < m_.hidden; i += LANES) store(out + i, load_bf16(row + i));
+            }
+            rope_angles(step_.positions[t], m_.frequencies, half, b_.cos + int64_t(t) * half, b_.sin + int64_t(t) * half);
+        });
+    }
+
+    void finish() {
+        const int count = step_.num_logits;
+        norm(count, step_.logit_tokens, m_.norm, m_.lm_head);
+        const Activations x{b_.normed, b_.bytes, b_.scales, b_.sums};
+        if (result_.logits != nullptr) {
+            gemm(team_, x, count, m_.lm_head, {Epilogue::store, result_.logits});
+        } else {
+            rows(count * team_.size, [&](int i) { b_.best[i].clear(); });
+            gemm(team_, x, count, m_.lm_head, {Epilogue::best, b_.best});
+            rows(count, [&](int i) { result_.highest[i] = best_column(b_.best + i, team_.size, count); });
+        }
+        clock_.end(Part::lm_head);
+    }
+
+    // The norm of rows of the residual stream, picked or all, in the form that `weight` is multiplied with.
+    void norm(int count, const int32_t* pick, const float* norm_weight, const Weight& weight) {
+        rows(count, [&](int t) {
+            const float* x = b_.hidden + int64_t(pick == nullptr ? t : pick[t]) * m_.hidden;
+            rms_norm_row(x, norm_weight, m_.eps, m_.hidden, b_.normed + int64_t(t) * m_.hidden);
+            quantise_to(b_.normed, t, weight);
+        });
+    }
+
+    void quantise(const bf16* x, const Weight& weight) {
+        if (weight.format != Format::bf16) rows(step_.num_tokens, [&](int t) { quantise_to(x, t, weight); });
+    }
+
+    void quantise_to(const bf16* x, int t, const Weight& weight) {
+        if (weight.format == Format::bf16) return;
+        const int64_t groups = weight.k / group_size(weight.format);
+        quantise_row(x + int64_t(t) * weight.k, weight.k, weight.format, b_.bytes + int64_t(t) * weight.k,
+                     b_.scales + t * groups, b_.sums + t * groups);
+    }
+
+    void product(const bf16* x, const Weight& weight, const Output& output) {
+        gemm(team_, {x, b_.bytes, b_.scales, b_.sums}, step_.num_tokens, weight, output);
+        clock_.end(Part::linear);
+    }
+
+    template <typename Work>
+    void rows(int count, Work&& work) {
+        team_.share(count, 8, [&](int first, int last) {
+            for (int i = first; i < last; i++) work(i);
+        });
+        clock_.end(Part::pointwise);
+    }
+
+    Team& team_;
+    const Model& m_;
+    const Step& step_;
+    const Buffers& b_;
+    const Result& result_;
+    const int tasks_;
+    Clock clock_;
 };
 
 }  // namespace
 
 extern "C" {
 
-// Bytes of workspace that a step of this size needs.
-int64_t evenhand_workspace_bytes(const Model* model, int32_t tokens, int32_t rows) {
-    Workspace measure(nullptr);
-    Buffers(*model, tokens, rows, measure);
-    return measure.used();
+// Bytes of workspace that a step needs.
+int64_t evenhand_workspace_bytes(const Model* model, const Step* step, int32_t threads) {
+    Workspace measure{nullptr};
+    Buffers(*model, step->num_tokens, step->num_rows, step->num_logits, threads, measure);
+    return measure.at - static_cast<char*>(nullptr);
 }
 
-// Writes KV of every token, and logits [num_logits, vocab] float32. `workspace` is aligned to 64 bytes.
-void evenhand_step(const Model* model, const Step* step, char* workspace, float* logits, int32_t threads) {
-    const Model& m = *model;
-    const int tokens = step->num_tokens, hidden = m.hidden;
-    const int query = m.shape.heads * m.shape.head_dim, key_value = m.shape.kv_heads * m.shape.head_dim;
-    const int64_t pool = static_cast<int64_t>(m.num_pages) * PAGE_SIZE * key_value;
-    Workspace space(workspace);
-    const Buffers b(m, tokens, step->num_rows, space);
-
-    for (int t = 0; t < tokens; t++) {
-        const bf16* row = m.embedding + static_cast<int64_t>(step->token_ids[t]) * hidden;
-        for (int i = 0; i < hidden; i += LANES)
-            _mm512_storeu_ps(b.hidden + static_cast<int64_t>(t) * hidden + i, load_bf16(row + i));
-    }
-    evenhand_rope_angles(step, m.frequencies, m.shape.head_dim / 2, b.cos, b.sin, threads);
-    for (int i = 0; i < m.num_layers; i++) {
-        const Layer& layer = m.layers[i];
-        bf16* keys = m.keys + i * pool;
-        bf16* values = m.values + i * pool;
-        evenhand_rms_norm(b.hidden, nullptr, layer.input_norm, m.eps, tokens, hidden, b.normed, threads);
-        evenhand_gemm(b.normed, tokens, layer.qkv, query + 2 * key_value, hidden, layer.qkv_bias, Epilogue::store,
-                      b.qkv, threads);
-        evenhand_rope_store(step, &m.shape, b.qkv, b.cos, b.sin, b.q, keys, values, threads);
-        evenhand_attention(step, &m.shape, b.q, keys, values, b.tasks, b.attended, threads);
-        evenhand_gemm(b.attended, tokens, layer.output, hidden, query, nullptr, Epilogue::add, b.hidden, threads);
-        evenhand_rms_norm(b.hidden, nullptr, layer.post_attention_norm, m.eps, tokens, hidden, b.normed, threads);
-        evenhand_gemm(b.normed, tokens, layer.gate_up, 2 * m.inner, hidden, nullptr, Epilogue::silu_mul, b.inner,
-                      threads);
-        evenhand_gemm(b.inner, tokens, layer.down, hidden, m.inner, nullptr, Epilogue::add, b.hidden, threads);
-    }
-    evenhand_rms_norm(b.hidden, step->logit_tokens, m.norm, m.eps, step->num_logits, hidden, b.normed, threads);
-    evenhand_gemm(b.normed, step->num_logits, m.lm_head, m.vocab, hidden, nullptr, Epilogue::store, logits,
-                  threads);
+// Writes KV of every token, and the result. `workspace` is aligned to 64 bytes.
+void evenhand_step(const Model* model, const Step* step, char* workspace, const Result* result, int32_t threads) {
+    Workspace space{workspace};
+    const Buffers buffers(*model, step->num_tokens, step->num_rows, step->num_logits, threads, space);
+    const int tasks = attention_tasks(*step, buffers.tasks);
+    run_team(threads, model->num_layers * LAYER_PHASES + OTHER_PHASES,
+             [&](Team& team) { Walk(team, *model, *step, buffers, tasks, *result).run(); });
 }
 }

@@ -1,0 +1,162 @@
+// Tiles of the matrix product: R rows by a panel of 32 columns, sums in registers; one kernel for each format.
+#pragma once
+#include <cmath>
+
+#include "kernels.h"
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+struct Product {
+    Activations x;
+    Weight weight;
+    Output output;
+    int32_t n, k;
+};
+
+constexpr int PREFETCH_BYTES = 8192;  // how far the weights are fetched ahead
+
+inline void keep_best(Best& best, f32 x, int column, int count) {
+    if (count <= 0) return;
+    store(best.zeros, fma(first_lanes(x, count, zero()), zero(), load(best.zeros)));
+    keep_higher(best.value, best.column, first_lanes(x, count, set(-INFINITY)), column);
+}
+
+inline __attribute__((always_inline)) void write(const Product& p, int64_t row, int column, f32 low, f32 high) {
+    const Output& output = p.output;
+    if (output.epilogue == Epilogue::silu_mul) {
+        store_bf16(static_cast<bf16*>(output.out) + row * (p.n / 2) + column / 2, mul(silu(low), high));
+        return;
+    }
+    const int left = p.n - column;
+    if (output.epilogue == Epilogue::best) {
+        Best& best = static_cast<Best*>(output.out)[row];
+        keep_best(best, low, column, left);
+        keep_best(best, high, column + LANES, left - LANES);
+        return;
+    }
+    float* out = static_cast<float*>(output.out) + row * p.n + column;
+    const float* added = output.epilogue == Epilogue::add ? out : output.bias == nullptr ? nullptr : output.bias + column;
+    if (added != nullptr) {
+        low = add(low, load_first(added, left));
+        high = add(high, load_first(added + LANES, left - LANES));
+    }
+    store_first(out, low, left);
+    store_first(out + LANES, high, left - LANES);
+}
+
+// Calls the kernel's tile for `rows` rows, 1 to TILE_ROWS.
+template <typename Kernel, int R = Kernel::TILE_ROWS>
+void call_tile(const Product& p, int row, int rows, int panel) {
+    if constexpr (R > 0) {
+        if (rows == R) return Kernel::template tile<R>(p, row, panel);
+        call_tile<Kernel, R - 1>(p, row, rows, panel);
+    }
+}
+
+// Weights of the next panel are on their way while this one is multiplied.
+inline void fetch_ahead(const void* weights) {
+    prefetch(static_cast<const char*>(weights) + PREFETCH_BYTES);
+    prefetch(static_cast<const char*>(weights) + PREFETCH_BYTES + 64);
+}
+
+struct Bf16Kernel {
+    static constexpr int TILE_ROWS = BF16_TILE_ROWS;
+
+    template <int R>
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+        const int64_t k = p.k;
+        const bf16* x = p.x.values + row * k;
+        const bf16* w = static_cast<const bf16*>(p.weight.data) + panel * k * COLUMNS;
+        f32 sum[R][2];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        for (int i = 0; i < k; i += 2, w += 2 * COLUMNS) {
+            const pairs low = load_pairs(w), high = load_pairs(w + COLUMNS);
+            fetch_ahead(w);
+            UNROLL for (int r = 0; r < R; r++) {
+                const pairs pair = set_pair(word_at(x + r * k + i));
+                sum[r][0] = dot(sum[r][0], low, pair);
+                sum[r][1] = dot(sum[r][1], high, pair);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) write(p, row + r, panel * COLUMNS, sum[r][0], sum[r][1]);
+    }
+};
+
+struct Int8Kernel {
+    static constexpr int TILE_ROWS = INT8_TILE_ROWS;
+
+    template <int R>
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+        const int64_t k = p.k, groups = k / INT8_GROUP;
+        const int8_t* x = p.x.bytes + row * k;
+        const float* x_scales = p.x.scales + row * groups;
+        const int32_t* x_sums = p.x.sums + row * groups;
+        const uint8_t* w = static_cast<const uint8_t*>(p.weight.data) + panel * k * COLUMNS;
+        f32 sum[R][2];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        for (int g = 0; g < groups; g++, x += INT8_GROUP) {
+            i32 part[R][2];
+            UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(x_sums[r * groups + g]);
+            for (int i = 0; i < INT8_GROUP; i += 4, w += 4 * COLUMNS) {
+                const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
+                fetch_ahead(w);
+                UNROLL for (int r = 0; r < R; r++) {
+                    const quads quad = set_quad(word_at(x + r * k + i));
+                    part[r][0] = dot_bytes(part[r][0], low, quad);
+                    part[r][1] = dot_bytes(part[r][1], high, quad);
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++) {
+                const f32 scale = set(x_scales[r * groups + g]);
+                sum[r][0] = fma(to_float(part[r][0]), scale, sum[r][0]);
+                sum[r][1] = fma(to_float(part[r][1]), scale, sum[r][1]);
+            }
+        }
+        const float* scales = static_cast<const float*>(p.weight.scales) + panel * COLUMNS;
+        const f32 low = load(scales), high = load(scales + LANES);
+        UNROLL for (int r = 0; r < R; r++)
+            write(p, row + r, panel * COLUMNS, mul(sum[r][0], low), mul(sum[r][1], high));
+    }
+};
+
+struct Int4Kernel {
+    static constexpr int TILE_ROWS = INT4_TILE_ROWS;
+
+    template <int R>
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+        const int64_t k = p.k, groups = k / INT4_GROUP;
+        const int8_t* x = p.x.bytes + row * k;
+        const float* x_scales = p.x.scales + row * groups;
+        const int32_t* x_sums = p.x.sums + row * groups;
+        const uint8_t* w = static_cast<const uint8_t*>(p.weight.data) + panel * k * COLUMNS / 2;
+        const f16* scales = static_cast<const f16*>(p.weight.scales) + panel * groups * 2 * COLUMNS;
+        f32 sum[R][2];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        for (int g = 0; g < groups; g++, x += INT4_GROUP, scales += 2 * COLUMNS) {
+            i32 part[R][2];
+            UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(0);
+            UNROLL for (int i = 0; i < INT4_GROUP; i += 8, w += 4 * COLUMNS) {
+                const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
+                fetch_ahead(w);
+                UNROLL for (int r = 0; r < R; r++) {
+                    const quads first = set_quad(word_at(x + r * k + i)), second = set_quad(word_at(x + r * k + i + 4));
+                    part[r][0] = dot_nibbles(part[r][0], low_nibbles(low), first);
+                    part[r][1] = dot_nibbles(part[r][1], low_nibbles(high), first);
+                    part[r][0] = dot_nibbles(part[r][0], high_nibbles(low), second);
+                    part[r][1] = dot_nibbles(part[r][1], high_nibbles(high), second);
+                }
+            }
+            UNROLL for (int half = 0; half < 2; half++) {
+                const f32 factor = load_f16(scales + half * LANES);
+                const f32 minimum = load_f16(scales + COLUMNS + half * LANES);
+                UNROLL for (int r = 0; r < R; r++) {
+                    const float scale = x_scales[r * groups + g];
+                    const float offset = scale * static_cast<float>(x_sums[r * groups + g]);
+                    sum[r][half] = fma(to_float(part[r][half]), mul(factor, set(scale)), sum[r][half]);
+                    sum[r][half] = fma(minimum, set(offset), sum[r][half]);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) write(p, row + r, panel * COLUMNS, sum[r][0], sum[r][1]);
+    }
+};
