@@ -32,7 +32,7 @@ def engine(
         Path | None, typer.Option(help="Take this config file's first model, not the default one.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Only none for now.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="none, int8 or int4.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of one step.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,

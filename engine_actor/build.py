@@ -30,7 +30,7 @@ class EngineOptions:
     `engine` is "auto", "native", "torch" or "stub": "auto" takes the native executor on a CPU in bfloat16 where it
     can run, else torch, and "native" insists on it. `attention` is that of the torch executor: "auto" takes FlashInfer
     on CUDA where it can run, else the reference, and "flashinfer" insists on it. `kv_pages` counts usable pages,
-    `kv_bytes` is the alternative.
+    `kv_bytes` is the alternative. `quantization` other than "none" is of the native executor alone.
     `max_model_len` None is the model's own context length. `threads` None takes every core given to the process.
     """
 
@@ -38,6 +38,7 @@ class EngineOptions:
     revision: str | None = None
     engine: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
     attention: AttentionChoice = "auto"
     threads: int | None = None
     kv_pages: int | None = None
@@ -79,7 +80,9 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
     from engine_actor.torch_executor import TorchExecutor
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    native = options.engine == "native"
+    native = options.engine == "native" or options.quantization != "none"
+    if native and options.engine == "torch":
+        raise ValueError(f"quantization {options.quantization} needs engine native or auto, not torch")
     if native and (device != "cpu" or options.dtype not in ("auto", "bfloat16")):
         raise ValueError(
             f"engine native computes bfloat16 on a CPU, not {options.dtype} on {device}; engine auto or torch does"
@@ -101,7 +104,7 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
     reason = None
     may_be_native = options.engine == "auto" and options.attention == "auto" and device == "cpu"
     if native or (may_be_native and dtype == "bfloat16"):
-        executor, reason = _native_executor(checkpoint, num_pages, kv_bytes, threads)
+        executor, reason = _native_executor(checkpoint, num_pages, kv_bytes, threads, options.quantization)
         if native and executor is None:
             raise ValueError(f"engine native can not run here: {reason}")
     if executor is None:
@@ -128,7 +131,7 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
 
 
 def _native_executor(
-    checkpoint: Checkpoint, num_pages: int | None, kv_bytes: int | None, threads: int
+    checkpoint: Checkpoint, num_pages: int | None, kv_bytes: int | None, threads: int, quantization: str
 ) -> tuple[Executor | None, str | None]:
     """The native executor once it has passed its probe, or None and why not."""
     from engine_actor.native.build import NativeUnavailable
@@ -136,11 +139,15 @@ def _native_executor(
     from engine_actor.native.probe import probe
 
     try:
-        probe(checkpoint.config, threads)
-        return (
-            NativeExecutor(checkpoint, num_pages=num_pages, kv_memory_bytes=kv_bytes, threads=threads),
-            None,
+        probe(checkpoint.config, threads, quantization)
+        executor = NativeExecutor(
+            checkpoint,
+            num_pages=num_pages,
+            kv_memory_bytes=kv_bytes,
+            threads=threads,
+            quantization=quantization,
         )
+        return executor, None
     except NativeUnavailable as error:
         return None, str(error)
 

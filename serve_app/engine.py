@@ -40,6 +40,7 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
         revision=model.revision,
         engine=model.engine,
         dtype=model.dtype,
+        quantization=model.quantization,
         attention=model.attention,
         threads=model.threads,
         kv_pages=model.kv_cache.pages,

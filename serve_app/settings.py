@@ -114,7 +114,7 @@ class ModelSettings(_Settings):
     source: Annotated[str, Field(min_length=1)]
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none"] = "none"
+    quantization: Literal["none", "int8", "int4"] = "none"
     engine: EngineKind = "auto"
     engines: _Count = 1
     tensor_parallel: Literal[1] = 1

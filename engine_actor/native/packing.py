@@ -64,7 +64,9 @@ def quantise_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
         factor = ((greatest - least) / levels).half()
         divisor = factor.float().clamp_min(1e-30)[..., None]
         values = torch.round((blocks - minimum.float()[..., None]) / divisor).clamp_(0, 15)
-        error = (values * factor.float()[..., None] + minimum.float()[..., None] - blocks).square_().sum(dim=-1)
+        error = (
+            (values * factor.float()[..., None] + minimum.float()[..., None] - blocks).square_().sum(dim=-1)
+        )
         if not best:
             best = [error, values, factor]
             continue

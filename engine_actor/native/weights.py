@@ -31,6 +31,10 @@ class Weight(ctypes.Structure):
     _fields_ = [("data", _pointer), ("scales", _pointer), ("n", _int), ("k", _int), ("format", _int)]
 
 
+class Activations(ctypes.Structure):
+    _fields_ = [(name, _pointer) for name in ("values", "bytes", "scales", "sums")]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [
         ("input_norm", _pointer),

@@ -192,8 +192,8 @@ def test_other_mistakes_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     assert error_line(tmp_path / "none.jsonl").endswith("none.jsonl: no such file")
     assert error_line(tmp_path / "empty.jsonl").endswith("empty.jsonl: holds no requests")
-    assert "quantization: 'int8' is not allowed; allowed: none" in error_line(
-        workload, "--quantization", "int8"
+    assert "quantization: 'int3' is not allowed; allowed: none, int8, int4" in error_line(
+        workload, "--quantization", "int3"
     )
     assert "dtype: 'int4' is not allowed" in error_line(workload, "--dtype", "int4")
     assert "scheduler.max_num_seqs: 0 is not allowed" in error_line(workload, "--max-num-seqs", "0")

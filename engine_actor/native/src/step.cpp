@@ -152,12 +152,13 @@ private:
         const Activations x{b_.normed, b_.bytes, b_.scales, b_.sums};
         if (result_.logits != nullptr) {
             gemm(team_, x, count, m_.lm_head, {Epilogue::store, result_.logits});
+            clock_.end(Part::lm_head);
         } else {
             rows(count * team_.size, [&](int i) { b_.best[i].clear(); });
             gemm(team_, x, count, m_.lm_head, {Epilogue::best, b_.best});
+            clock_.end(Part::lm_head);
             rows(count, [&](int i) { result_.highest[i] = best_column(b_.best + i, team_.size, count); });
         }
-        clock_.end(Part::lm_head);
     }
 
     // The norm of rows of the residual stream, picked or all, in the form that `weight` is multiplied with.
