@@ -111,6 +111,7 @@ class EngineActor:
         self._queue_epoch = 0
         self._report_queue: asyncio.Queue[EngineReport] | None = None
         self._last_report: EngineReport | None = None
+        self._cached_pages: set[int] = set()  # as of the last report
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -300,6 +301,8 @@ class EngineActor:
             message = StepMessage(self._spec.name, self.epoch, report.step, wall_time_ns, tuple(rows))
             self._gateways[name].outbox.put_nowait(message)
         self._last_report = report
+        self._cached_pages.difference_update(report.page_hashes_removed)
+        self._cached_pages.update(report.page_hashes_added)
         if self._report_queue is not None:
             self._report_queue.put_nowait(report)
 
@@ -320,7 +323,8 @@ class EngineActor:
         queue: asyncio.Queue[EngineReport] = asyncio.Queue()
         self._report_queue = queue
         if self._last_report is not None:
-            yield self._last_report
+            all_pages = tuple(self._cached_pages)
+            yield replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
         while self._report_queue is queue:
             report = await queue.get()
             while not queue.empty():  # a reader that lags gets the newest state and misses no event

@@ -21,13 +21,14 @@ def engine_report(
 ) -> EngineReport:
     """The state of the scheduler of `engine`. `accepted` names the tickets taken since the report before.
 
-    Empties the scheduler's lists of first tokens and completed sequences.
+    Empties the scheduler's lists of first tokens, completed sequences and changes of the prefix cache.
     """
     config = scheduler.config
     held, remaining = scheduler.held_and_remaining()
     first_tokens, completed = tuple(scheduler.first_tokens), tuple(scheduler.completed)
     scheduler.first_tokens.clear()
     scheduler.completed.clear()
+    added, removed = scheduler.cache.take_changes()
     return EngineReport(
         engine=engine,
         engine_epoch=scheduler.epoch,
@@ -59,14 +60,19 @@ def engine_report(
             )
             for s in scheduler.running
         ),
+        page_hashes_added=added,
+        page_hashes_removed=removed,
     )
 
 
 def with_events_of(older: EngineReport, newer: EngineReport) -> EngineReport:
     """The newer of two reports of one engine, with what happened since before the older one."""
+    added, removed = set(newer.page_hashes_added), set(newer.page_hashes_removed)
     return replace(
         newer,
         accepted=older.accepted + newer.accepted,
         first_tokens=older.first_tokens + newer.first_tokens,
         completed=older.completed + newer.completed,
+        page_hashes_added=tuple(set(older.page_hashes_added) - removed | added),
+        page_hashes_removed=tuple(set(older.page_hashes_removed) - added | removed),
     )

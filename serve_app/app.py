@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from pydantic import SecretStr
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -184,6 +185,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     data_dir = str(Path(settings.data_dir or "var/serve").expanduser().resolve())
     names: dict[str, tuple[str, tuple[str, ...]]] = {}
     owners: list[Any] = []
+    embedded = redis_deployment().bind(str(Path(data_dir) / "redis")) if settings.redis_url is None else None
+    redis = embedded if settings.redis_url is None else SecretStr(settings.redis_url)  # Ray logs arguments
     for model in settings.models:
         recipes = engine_recipes(model, device())
         limits = model.scheduler.for_device(device())
@@ -192,6 +195,7 @@ def build(args: dict[str, Any]) -> serve.Application:
                 model=model.id,
                 engines=tuple(recipe.name for recipe in recipes),
                 policy=limits.policy,
+                locality_window=limits.locality_window,
                 max_queued_requests=settings.gateway.max_queued_requests,
                 max_queued_per_tenant=settings.gateway.max_queued_per_tenant,
                 max_queued_tokens=settings.gateway.max_queued_tokens,
@@ -201,8 +205,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         )
         names[model.id] = (queue.name, tuple(recipe.name for recipe in recipes))
         owners.append(engine_deployment(f"Engine-{model.id}", model.engines).bind(recipes))
-        owners.append(fair_queue_deployment(f"FairQueue-{model.id}").bind(queue))
-    redis = redis_deployment().bind(str(Path(data_dir) / "redis")) if settings.redis_url is None else None
+        owners.append(fair_queue_deployment(f"FairQueue-{model.id}").bind(queue, redis))
     gateway = serve.deployment(
         name="Gateway",
         num_replicas=1,
@@ -212,4 +215,4 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=120,
         graceful_shutdown_wait_loop_s=0.1,
     )(serve.ingress()(Gateway))
-    return gateway.bind(settings, names, data_dir, redis, owners)
+    return gateway.bind(settings, names, data_dir, embedded, owners)

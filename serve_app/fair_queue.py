@@ -6,15 +6,20 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from pydantic import SecretStr
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from policies.fair_queue import FairQueue, QueuePolicy, TenantSnapshot
+from policies.service_accounts import QueueState
 from policies.tickets import Grant, Refusal, Ticket
-from serve_app.owner import ActorOwner, ActorRecipe, find_actor, versioned_name
+from serve_app.owner import CALL_TIMEOUT_SECONDS, ActorOwner, ActorRecipe, find_actor, versioned_name
+from serve_app.queue_state import QueueStateKeeper
+from serve_app.within import within
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +31,21 @@ _ENGINE_SILENCE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FairQueueSpec:
-    """A pool's queue: which engines it serves (actor names) and its limits. Times in milliseconds."""
+    """A pool's queue: which engines it serves (actor names) and its limits. Times in milliseconds.
+
+    `restored` is what a predecessor had counted; it is no part of the actor's name.
+    """
 
     model: str
     engines: tuple[str, ...]
     policy: QueuePolicy
+    locality_window: float
     max_queued_requests: int
     max_queued_per_tenant: int
     max_queued_tokens: int
     max_queued_tokens_per_tenant: int
     waiting_timeout_ms: float
+    restored: QueueState | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,14 @@ class FairQueueActor:
         self._queue = FairQueue(
             queue_epoch=0,
             policy=spec.policy,
+            locality_window=spec.locality_window,
             max_queued_requests=spec.max_queued_requests,
             max_queued_per_tenant=spec.max_queued_per_tenant,
             max_queued_tokens=spec.max_queued_tokens,
             max_queued_tokens_per_tenant=spec.max_queued_tokens_per_tenant,
         )
+        if spec.restored is not None:
+            self._queue.restore(spec.restored, time.monotonic())
         self._answers: dict[tuple[str, int], asyncio.Future[Grant | Refusal]] = {}
         self._engines: dict[str, float] = {}  # reporting engines and when they last did
         self._owner: str | None = None
@@ -120,6 +133,10 @@ class FairQueueActor:
         if answer is not None and not answer.done():
             answer.set_result(Refusal(request, attempt, "cancelled", "the ticket was withdrawn"))
         self._pump()
+
+    async def export_state(self) -> QueueState:
+        """The counters, for a successor."""
+        return self._queue.export_state()
 
     async def snapshot(self) -> QueueSnapshot:
         return QueueSnapshot(
@@ -193,19 +210,30 @@ class FairQueueActor:
 
 
 class FairQueueOwner:
-    """Serve deployment: owns the fair queue of one pool, serves no requests itself."""
+    """Serve deployment: owns the fair queue of one pool, serves no requests itself.
+
+    A queue that it makes anew goes on with the counters of the one before.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is there when its actor is
-        self, recipe: ActorRecipe
+        self, recipe: ActorRecipe, redis: SecretStr | DeploymentHandle[Any]
     ) -> None:
-        self._owner = ActorOwner([recipe])
+        keeper = QueueStateKeeper(recipe.spec.model, redis)
+        restored = await keeper.load()
+        self._owner = ActorOwner([replace(recipe, spec=replace(recipe.spec, restored=restored))])
         await self._owner.acquire()
+        self._keeping = asyncio.create_task(keeper.keep(self._export))
 
     async def check_health(self) -> None:
         await self._owner.check_health()
 
     async def __del__(self) -> None:
+        self._keeping.cancel()
         await self._owner.release()
+
+    async def _export(self) -> QueueState | None:
+        actor = self._owner.actor
+        return None if actor is None else await within(CALL_TIMEOUT_SECONDS, actor.export_state.remote())
 
 
 def fair_queue_recipe(spec: FairQueueSpec) -> ActorRecipe:

@@ -71,6 +71,11 @@ class ActorOwner:
         self._failure: str | None = None
         self._renewal: asyncio.Task[None] | None = None
 
+    @property
+    def actor(self) -> Any | None:
+        """Handle of the owned actor, None before `acquire` and after `release`."""
+        return self._actor
+
     async def acquire(self) -> None:
         """Take an actor and wait until it is ready. Raises ActorFailedError when it says that it cannot be."""
         while self._actor is None:

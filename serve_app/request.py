@@ -16,7 +16,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from engine_actor.executor import PAGE_SIZE
 from engine_actor.request import EngineRequest, RequestUsage, SamplingParams
+from policies.page_hashes import page_hashes
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.api.endpoints import ParsedRequest
 from serve_app.api.errors import ApiError
@@ -237,6 +239,7 @@ class RequestLife:
             input_tokens=n_in,
             predicted_output_tokens=predicted * len(self._sequences),
             sequences=len(self._sequences),
+            page_hashes=self._page_hashes(),
         )
         try:
             answer = await self._pool.ask_for_entry(ticket, asked_at, self._waiting_timeout)
@@ -399,6 +402,11 @@ class RequestLife:
 
     def _expand(self) -> list[list[int]]:
         return [prompt for prompt in self._parsed.prompts for _ in range(self._parsed.n)]
+
+    def _page_hashes(self) -> tuple[int, ...]:
+        """Names of the prompt's pages, for a place near its cached prefix. Only where all choices share one prompt."""
+        prompts = self._parsed.prompts
+        return page_hashes(self._namespace, prompts[0], PAGE_SIZE) if len(prompts) == 1 else ()
 
     def _text_stream(self) -> TextStream:
         return self._pool.text.stream(self._parsed.stop)

@@ -74,10 +74,14 @@ class SchedulerLimits:
     kv_cache_utilization_limit: float
     waiting_timeout_ms: int
     policy: QueuePolicy
+    locality_window: float
 
 
 class SchedulerSettings(_Settings):
-    """Limits of one engine's scheduler and the order of its fair queue. None means the device's default."""
+    """Limits of one engine's scheduler and the order of its fair queue. None means the device's default.
+
+    `locality_window` is in tokens of service per weight: so far a request with a cached prefix may go before its turn.
+    """
 
     max_num_seqs: _Count | None = None
     max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
@@ -86,6 +90,7 @@ class SchedulerSettings(_Settings):
     kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
     waiting_timeout_ms: _Count | None = None
     policy: QueuePolicy = "vtc"
+    locality_window: Annotated[float, Field(ge=0)] = 0.0
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
         """The limits on `device`. A small token budget costs little on a CPU, and bounds gaps."""
@@ -98,6 +103,7 @@ class SchedulerSettings(_Settings):
             kv_cache_utilization_limit=self.kv_cache_utilization_limit,
             waiting_timeout_ms=self.waiting_timeout_ms or (60_000 if device == "cpu" else 30_000),
             policy=self.policy,
+            locality_window=self.locality_window,
         )
 
 

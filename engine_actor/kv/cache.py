@@ -151,6 +151,10 @@ class KVCache:
         """Give up the cached pages of a namespace that no live request uses."""
         self._tree.forget(namespace)
 
+    def take_changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Hashes of cached pages that have come and gone since the call before. The first call gives all as come."""
+        return self._tree.take_changes()
+
     def clear(self) -> None:
         """Forget every cached prefix that no live request uses."""
         self._tree.clear()

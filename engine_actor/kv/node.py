@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import heapq
 
+from policies.page_hashes import root_hash
+
 
 class Node:
-    """A run of whole pages. `key` is the run's token ids as int32 bytes."""
+    """A run of whole pages. `key` is the run's token ids as int32 bytes, `hashes` names each of the pages."""
 
-    __slots__ = ("children", "key", "last_access", "locks", "offered", "pages", "parent", "root")
+    __slots__ = ("children", "hashes", "key", "last_access", "locks", "offered", "pages", "parent", "root")
 
     def __init__(self, root: Root | None, key: bytes, pages: list[int], parent: Node | None) -> None:
         self.root: Root = root if root is not None else self  # type: ignore[assignment]
         self.key = key
         self.pages = pages
+        self.hashes: list[int] = []
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -24,6 +27,7 @@ class Node:
 class Root(Node):
     """The empty run that every prefix of a namespace begins with; counts the pages of all of them.
 
+    Its one hash is what those of the pages are chained to.
     `used_at` is the number of pages the whole tree had taken in when the namespace was used last.
     """
 
@@ -31,6 +35,7 @@ class Root(Node):
 
     def __init__(self, namespace: str, owner: str) -> None:
         super().__init__(None, b"", [], None)
+        self.hashes = [root_hash(namespace)]
         self.namespace = namespace
         self.owner = owner
         self.weight = 1.0

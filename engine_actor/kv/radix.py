@@ -15,9 +15,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_actor.kv.changes import PageChanges
 from engine_actor.kv.eviction import pages_to_evict_from
 from engine_actor.kv.node import Node, Root
 from engine_actor.kv.pages import PagePool
+from policies.page_hashes import chain_hashes
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -38,6 +40,7 @@ class RadixCache:
         self._page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
         self._roots: dict[str, Root] = {}
+        self._changes = PageChanges()
         self._time = 0
         self.evictable = 0
         self.locked = 0
@@ -102,13 +105,17 @@ class RadixCache:
         if held == len(pages):
             return last
         new = pages[held:]
+        hashes = list(chain_hashes(last.hashes[-1], key[depth:], self._page_size))
+        self._changes.note(hashes, True)
         if last is node and node.locks == 1 and not node.children and node is not root:
             node.key += key[depth:]
             node.pages += new
+            node.hashes += hashes
             self.locked += len(new)
             root.locked += len(new)
             return node
         child = Node(root, key[depth:], new, last)
+        child.hashes = hashes
         child.last_access = self._time
         last.children[key[depth : depth + self._page_bytes]] = child
         self.evictable += len(new)
@@ -160,6 +167,10 @@ class RadixCache:
         """Evict everything that is not locked."""
         return self.evict(self.evictable)
 
+    def take_changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Hashes of the pages that have come and gone since the call before. The first call gives all as come."""
+        return self._changes.take(self._roots.values())
+
     def check(self) -> None:
         """Walk the whole tree and compare it with the counters. Raises AssertionError: for tests and idle time."""
         seen: set[int] = set()
@@ -170,6 +181,7 @@ class RadixCache:
             while stack:
                 node = stack.pop()
                 assert len(node.key) == len(node.pages) * self._page_bytes and node.root is root
+                assert node is root or len(node.hashes) == len(node.pages)
                 assert not seen.intersection(node.pages)
                 seen.update(node.pages)
                 counts[node.locks > 0] += len(node.pages)
@@ -194,7 +206,9 @@ class RadixCache:
             take = min(count - freed, len(node.pages))
             self._pool.release(node.pages[-take:])
             child_key = node.key[: self._page_bytes]
+            self._changes.note(node.hashes[-take:], False)
             del node.pages[-take:]
+            del node.hashes[-take:]
             node.key = node.key[: len(node.pages) * self._page_bytes]
             freed += take
             self.evictable -= take
@@ -250,11 +264,13 @@ class RadixCache:
         assert parent is not None
         count = length // self._page_bytes
         upper = Node(node.root, node.key[:length], node.pages[:count], parent)
+        upper.hashes = node.hashes[:count]
         upper.locks = node.locks
         upper.last_access = node.last_access
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[length:]
         node.pages = node.pages[count:]
+        node.hashes = node.hashes[count:]
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
         return upper

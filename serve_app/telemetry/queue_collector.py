@@ -27,7 +27,7 @@ GAUGES: dict[str, tuple[str, Callable[[TenantSnapshot], float]]] = {
 class QueueMetrics(Collector):
     """Keeps the newest snapshot of each model's queue. Register it with a CollectorRegistry.
 
-    Service counts from the start of the queue actor and begins anew with a successor, as a counter may.
+    A successor of a queue goes on with its service. Without a snapshot it begins anew, as a counter may.
     """
 
     def __init__(self, tenant_label: Callable[[str], str]) -> None:

@@ -13,6 +13,7 @@ from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, Sta
 from engine_actor.build import EngineOptions
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.stub_runner import STUB_TEXT
+from policies.page_hashes import page_hashes
 from policies.tickets import EngineReport
 
 
@@ -143,6 +144,15 @@ async def test_a_new_fair_queue_takes_the_reports_over(engine: EngineActor) -> N
     with pytest.raises(StopAsyncIteration):
         while True:
             await asyncio.wait_for(anext(old), 5.0)
+
+
+async def test_a_new_fair_queue_hears_of_every_cached_page(engine: EngineActor) -> None:
+    prompt = list(range(70))
+    await engine.submit("g", [request("r", namespace="n", prompt_token_ids=prompt)])
+    await rows_of(engine, "g")
+    first = await anext(engine.reports(1))
+    assert set(page_hashes("n", prompt, 16)) <= set(first.page_hashes_added)
+    assert set((await anext(engine.reports(2))).page_hashes_added) == set(first.page_hashes_added)
 
 
 async def test_drain_is_reported_at_once(engine: EngineActor) -> None:
