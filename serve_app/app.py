@@ -87,6 +87,7 @@ class Gateway:
                 for model in settings.models
             },
             version=version("evenhand"),
+            cors_origins=settings.gateway.cors_origins,
         )
         self._prices: dict[str, Price] = {}
         self._gateway.directory.complete = False

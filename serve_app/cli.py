@@ -91,10 +91,10 @@ def serve(
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="The config file.")]) -> None:
     """Check a config file without starting anything."""
-    from serve_app.settings import ConfigError, load_config
+    from serve_app.settings import ConfigError, load_config, require_sources
 
     try:
-        load_config(file)
+        require_sources(load_config(file))
     except ConfigError as error:
         _fail(str(error))
     typer.echo(f"{file}: ok")

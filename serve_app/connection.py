@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.errors import request_too_large
+from serve_app.api.errors import (
+    request_timeout,
+    request_too_large,
+    unsupported_encoding,
+    unsupported_media_type,
+)
 from serve_app.within import within
 
 BODY_TIMEOUT_SECONDS = 30.0
@@ -26,18 +31,29 @@ class Connection:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = Headers(scope=scope)
         self.status: int | None = None
+        self.before_answer: Callable[[bytes], Awaitable[None]] | None = None
+        """Called with a whole answer (status 200) before it is sent."""
         self._receive = receive
         self._send = send
 
     async def read_body(self, limit: int) -> bytes:
-        """The whole body. Raises ApiError 413 above `limit` bytes, ClientGoneError when it never ends."""
+        """The whole body, which must be JSON as it is: not compressed, in UTF-8.
+
+        Raises ApiError 415, 413 above `limit` bytes, 408 when it does not end; ClientGoneError.
+        """
+        media_type, _, parameters = self.headers.get("content-type", "application/json").partition(";")
+        charset = parameters.replace(" ", "").replace('"', "").lower()
+        if media_type.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+            raise unsupported_media_type()
+        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise unsupported_encoding()
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise request_too_large(limit)
         try:
             return await within(BODY_TIMEOUT_SECONDS, self._read(limit))
         except asyncio.TimeoutError:
-            raise ClientGoneError from None
+            raise request_timeout() from None
 
     async def _read(self, limit: int) -> bytes:
         body = bytearray()
@@ -58,7 +74,16 @@ class Connection:
 
     async def send_json(self, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         """A whole response."""
-        content = json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+        await self.send_content(
+            status,
+            json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(),
+            headers,
+        )
+
+    async def send_content(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+        """A whole response that is JSON already."""
+        if status == 200 and self.before_answer is not None:
+            await self.before_answer(content)
         await self._start(
             status, {"content-type": "application/json", "content-length": str(len(content)), **headers}
         )

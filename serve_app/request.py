@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.request import EngineRequest, RequestUsage, SamplingParams
@@ -25,6 +26,7 @@ from serve_app.api.errors import ApiError
 from serve_app.api.responses import SSE_DONE, ApiFinishReason, Choice, Usage, sse
 from serve_app.channel import EngineChannel, EngineLostError, GrantVoidError, Mailbox
 from serve_app.connection import Connection
+from serve_app.idempotent import Repeatable
 from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
@@ -97,6 +99,9 @@ class RequestLife:
         self._waiting_timeout = waiting_timeout_seconds
         self.headers: dict[str, str] = {}
         """Response headers, for an answer and for an error alike."""
+        self.idempotency: Repeatable | None = None
+        self.replayed = False
+        """The answer was that of an earlier request: nothing was run."""
         self._hold: Hold | None = None
         self._channel: EngineChannel | None = None
         self._mailbox: Mailbox | None = None
@@ -181,19 +186,22 @@ class RequestLife:
             if not events:
                 await connection.send_event(b": heartbeat\n\n")
                 continue
-            chunks: list[bytes] = []
+            chunks: list[dict[str, Any]] = []
             for event in events:
                 if event.index not in started:
                     started.add(event.index)
                     first = builder.first(event.index)
                     if first is not None:
-                        chunks.append(sse(first))
+                        chunks.append(first)
                 if event.text:
-                    chunks.append(sse(builder.delta(event.index, event.text)))
+                    chunks.append(builder.delta(event.index, event.text))
                 if event.finish_reason is not None:
-                    chunks.append(sse(builder.finish(event.index, _api_reason(event.finish_reason))))
+                    chunks.append(builder.finish(event.index, _api_reason(event.finish_reason)))
+            if builder.continuous_usage:
+                usage = self.usage().to_dict()
+                chunks = [{**chunk, "usage": usage} for chunk in chunks]
             if chunks:
-                await connection.send_event(b"".join(chunks))
+                await connection.send_event(b"".join(map(sse, chunks)))
         tail = sse(builder.usage_chunk(self.usage())) if builder.include_usage else b""
         await connection.send_event(tail + SSE_DONE)
         await connection.end_stream()

@@ -131,13 +131,17 @@ class ModelSettings(_Settings):
 
 
 class GatewaySettings(_Settings):
-    """Caps: requests and prompt tokens that wait in a model's fair queue, in all and of one tenant; bytes of a body."""
+    """Caps: requests and prompt tokens that wait in a model's fair queue, in all and of one tenant; bytes of a body.
+
+    `cors_origins`: origins whose pages may call the API from a browser, such as https://console.example.com.
+    """
 
     max_queued_requests: _Count = 1024
     max_queued_per_tenant: _Count = 512
     max_queued_tokens: _Count = 8_000_000
     max_queued_tokens_per_tenant: _Count = 4_000_000
     max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    cors_origins: list[Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?$")]] = []
 
 
 class TracingSettings(_Settings):
@@ -223,6 +227,11 @@ class UserConfig(_Settings):
     @classmethod
     def _unambiguous(cls, tenants: list[Tenant]) -> list[Tenant]:
         check_unambiguous(tenants)
+        for tenant in tenants:
+            if "api_keys" in tenant.model_fields_set and not tenant.api_keys:
+                raise ValueError(
+                    f"tenant {tenant.id!r}: api_keys is empty; give it a key or leave api_keys out"
+                )
         return tenants
 
 
@@ -335,6 +344,11 @@ def check_document(document: Any, name: str) -> ServeConfig:
     host, port = schema.http_options.host, schema.http_options.port
     if not 1 <= port <= 65535:
         raise ConfigError(f"{name}: http_options.port: {port} is not allowed; allowed: 1 to 65535")
+    keep_alive = schema.http_options.keep_alive_timeout_s
+    if keep_alive <= 0:
+        raise ConfigError(
+            f"{name}: http_options.keep_alive_timeout_s: {keep_alive} is not allowed; allowed: more than 0"
+        )
     try:
         refuse_demo_keys(user_config.tenants, host)
     except ConfigError as error:
@@ -356,6 +370,20 @@ def check_models(user_config: UserConfig, models: list[str]) -> None:
             raise ValueError(
                 f"tenant {tenant.id!r} has a budget in cost, and prices has no {unpriced!r}; give it a price"
             )
+
+
+def require_sources(config: ServeConfig) -> None:
+    """Raise ConfigError for a model that is not on this machine, though its source says so. Loads nothing."""
+    from engine_actor.loading.source import LoadError, resolve_source
+
+    for index, model in enumerate(config.settings.models):
+        source = model.source
+        if model.engine == "stub" or not source.startswith(("package:", "/", "./", "../", "~")):
+            continue  # a hub id, or a path that a hub id may look like: the engine finds out
+        try:
+            resolve_source(source, model.revision)
+        except LoadError as error:
+            raise ConfigError(f"{config.name}: models[{index}].source: {error}") from None
 
 
 _M = TypeVar("_M", bound=BaseModel)

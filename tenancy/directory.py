@@ -133,6 +133,10 @@ class TenantDirectory:
         """The prefix-cache namespace of a tenant."""
         return self._hasher.cache_salt(tenant_id)
 
+    def request_digest(self, content: bytes) -> str:
+        """What may be kept of a request in order to know it again."""
+        return self._hasher.request_digest(content)
+
     def _build(self) -> _Snapshot:
         merged = {**self._base, **self._managed}
         by_id = {id: tenant for id, tenant in merged.items() if not tenant.deleted}

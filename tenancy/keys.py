@@ -51,6 +51,10 @@ class KeyHasher:
         secret."""
         return self._hash(tenant_id, b"eh-cache-salt", 16).hex()
 
+    def request_digest(self, content: bytes) -> str:
+        """32 hex digits for what a client sent, to be compared and not to be kept as it is."""
+        return hashlib.blake2b(content, digest_size=16, key=self._secret, person=b"eh-request").hexdigest()
+
     def _hash(self, text: str, use: bytes, size: int) -> bytes:
         data = text.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=size, key=self._secret, person=use).digest()

@@ -35,7 +35,13 @@ def parse_chat(body: ChatCompletionRequest, text: ModelText, max_model_len: int)
     """POST /v1/chat/completions. Raises ApiError 400."""
     prompt = text.render_chat(body.template_messages())
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    builder = ChatResponses(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage)
+    builder = ChatResponses(
+        f"chatcmpl-{uuid.uuid4().hex}",
+        int(time.time()),
+        body.model,
+        body.include_usage,
+        body.continuous_usage,
+    )
     return _parse(body, [prompt], "messages", limit_field, builder, text, max_model_len)
 
 
@@ -49,7 +55,11 @@ def parse_completion(body: CompletionRequest, text: ModelText, max_model_len: in
         if not prompt:
             raise invalid_request(f"prompt[{index}]: must not be empty.", "prompt")
     builder = CompletionResponses(
-        f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage
+        f"cmpl-{uuid.uuid4().hex}",
+        int(time.time()),
+        body.model,
+        body.include_usage,
+        body.continuous_usage,
     )
     return _parse(body, prompts, "prompt", "max_tokens", builder, text, max_model_len)
 

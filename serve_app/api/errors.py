@@ -25,6 +25,7 @@ _CODES: dict[str, tuple[int, str]] = {
     "model_not_found": (404, "not_found_error"),
     "not_found": (404, "not_found_error"),
     "method_not_allowed": (405, _INVALID),
+    "request_timeout": (408, _INVALID),
     "conflict": (409, _INVALID),
     "idempotency_conflict": (409, _INVALID),
     "request_too_large": (413, _INVALID),
@@ -39,6 +40,7 @@ _CODES: dict[str, tuple[int, str]] = {
     "queue_timeout": (503, _SERVER),
     "deadline_unattainable": (503, _SERVER),
     "engine_unavailable": (503, _SERVER),
+    "gateway_unavailable": (503, _SERVER),
     "quota_store_unavailable": (503, _SERVER),
     "deadline_exceeded": (504, _SERVER),
 }
@@ -47,6 +49,11 @@ _RETRY_CANNOT_HELP = frozenset(
 )
 _RETRY_STATUSES = frozenset({429, 503})
 _DEFAULT_RETRY_MS = 1000
+
+
+def known_codes() -> list[str]:
+    """Every code a client may see."""
+    return list(_CODES)
 
 
 class ApiError(Exception):
@@ -168,7 +175,15 @@ def method_not_allowed() -> ApiError:
 def unsupported_media_type() -> ApiError:
     """The body is not declared as JSON."""
     return ApiError(
-        "unsupported_media_type", "The request body must be JSON: send 'Content-Type: application/json'."
+        "unsupported_media_type",
+        "The request body must be JSON in UTF-8: send 'Content-Type: application/json'.",
+    )
+
+
+def unsupported_encoding() -> ApiError:
+    """The body is compressed."""
+    return ApiError(
+        "unsupported_media_type", "The request body must not be compressed: send no 'Content-Encoding'."
     )
 
 
@@ -185,6 +200,18 @@ def request_too_large(limit_bytes: int) -> ApiError:
 def headers_too_large() -> ApiError:
     """The header block is larger than the server takes."""
     return ApiError("request_too_large", "The request headers are too large.", status=431)
+
+
+def request_timeout() -> ApiError:
+    """The client did not send its request in time."""
+    return ApiError("request_timeout", "The request did not arrive whole in time.")
+
+
+def gateway_unavailable() -> ApiError:
+    """No gateway took the request, or the one that had it is gone."""
+    return ApiError(
+        "gateway_unavailable", "The server is starting, stopping or has just lost a part. Try again shortly."
+    )
 
 
 def internal_error(trace_id: str | None = None) -> ApiError:

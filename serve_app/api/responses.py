@@ -62,6 +62,8 @@ class ResponseBuilder(ABC):
     created: int
     model: str
     include_usage: bool = False
+    continuous_usage: bool = False
+    """The caller of these methods puts the usage so far into every chunk."""
 
     @abstractmethod
     def full(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:

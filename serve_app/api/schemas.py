@@ -6,13 +6,14 @@ refused (unsupported.py); any other unknown field is ignored, as is `user`: iden
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from serve_app.api.errors import ApiError, invalid_request, quote
+from serve_app.api.body import Body
+from serve_app.api.errors import quote
 from serve_app.api.json_body import JsonError, load_json
-from serve_app.api.unsupported import UNSUPPORTED, check_unsupported, refuse
+from serve_app.api.unsupported import check_unsupported, refuse
 
 MAX_PROMPTS = 64
 MAX_STOP_STRINGS = 16
@@ -21,31 +22,47 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI documents for /v1/completions
 
 _INT32_MAX = 2**31 - 1
 
-Model = TypeVar("Model", bound=BaseModel)
 TokenCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        return (
-            {key: value for key, value in data.items() if value is not None}
-            if isinstance(data, dict)
-            else data
-        )
+# JSON Schema of what validators below take in more than one form.
+_TEXT = {"type": "string"}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": _INT32_MAX}}
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+}
 
 
-class FunctionCall(_Body):
+def _many(items: dict[str, Any], most: int | None, least: int = 0) -> dict[str, Any]:
+    return {
+        "type": "array",
+        "items": items,
+        "minItems": least,
+        **({} if most is None else {"maxItems": most}),
+    }
+
+
+def _whole_ids(ids: Any) -> Any:
+    if isinstance(ids, list):
+        _check_ids(ids, "")
+    return ids
+
+
+# The item check of our own is ten times as fast as a range on each item, and names the item the same way.
+TokenIds = Annotated[list[int], BeforeValidator(_whole_ids), WithJsonSchema(_IDS)]
+
+
+class FunctionCall(Body):
     """The function of a past tool call; `arguments` is JSON text, as the model wrote it."""
 
     name: str
     arguments: str = ""
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A past tool call in the history of a conversation."""
 
     id: str = ""
@@ -53,14 +70,16 @@ class ToolCall(_Body):
     function: FunctionCall
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message. Parts are joined without a separator: the same text gives the same tokens in either form.
 
     `content` is None only beside tool calls.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+    content: Annotated[
+        str | None, WithJsonSchema({"anyOf": [_TEXT, _many(_TEXT_PART, None, 1), {"type": "null"}]})
+    ] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -108,13 +127,15 @@ class ChatMessage(_Body):
         return message
 
 
-class StreamOptions(_Body):
-    """`include_usage` asks for one more chunk, with the usage, after the last choice has finished."""
+class StreamOptions(Body):
+    """`include_usage` asks for one more chunk, with the usage, after the last choice has finished;
+    `continuous_usage_stats`, beside it, for the usage so far in every chunk."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class _GenerationRequest(_Body):
+class _GenerationRequest(Body):
     """What both endpoints share. `top_k` 0 switches the filter off (-1 is taken as 0)."""
 
     model: str
@@ -123,7 +144,11 @@ class _GenerationRequest(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=_INT32_MAX)] = 0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: Annotated[
+        list[str],
+        Field(max_length=MAX_STOP_STRINGS),
+        WithJsonSchema({"anyOf": [_STOP, _many(_STOP, MAX_STOP_STRINGS)]}),
+    ] = Field(default=[])
     n: Annotated[int, Field(ge=1, le=8)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -167,6 +192,11 @@ class _GenerationRequest(_Body):
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class ChatCompletionRequest(_GenerationRequest):
     """POST /v1/chat/completions."""
@@ -208,7 +238,11 @@ class CompletionRequest(_GenerationRequest):
     """POST /v1/completions. `prompts` are texts or token ids (integers >= 0, not yet checked against the
     vocabulary), whatever form `prompt` had. The choice index of prompt p is p * n + choice."""
 
-    prompts: Annotated[list[str | list[int]], Field(alias="prompt")]
+    prompts: Annotated[
+        list[str | list[int]],
+        Field(alias="prompt"),
+        WithJsonSchema({"anyOf": [_TEXT, _IDS, _many(_TEXT, MAX_PROMPTS, 1), _many(_IDS, MAX_PROMPTS, 1)]}),
+    ]
     max_tokens: TokenCount = DEFAULT_COMPLETION_TOKENS
     best_of: int | None = None
 
@@ -252,46 +286,13 @@ class CompletionRequest(_GenerationRequest):
         return self.max_tokens
 
 
-def parse_body(raw: bytes, model: type[Model]) -> Model:
-    """Read and check a request body. Raises ApiError 400 `invalid_request`, with the field in `param`."""
-    try:
-        body = load_json(raw)
-    except JsonError as error:
-        known = error.key in model.model_fields or error.key in UNSUPPORTED
-        raise invalid_request(str(error), error.key if known else None) from None
-    if not isinstance(body, dict):
-        raise invalid_request("The request body must be a JSON object.")
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise _as_api_error(error) from None
-
-
-def _as_api_error(error: ValidationError) -> ApiError:
-    detail = error.errors(include_url=False, include_input=False)[0]
-    path = ""
-    for part in detail["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    if detail["type"] == "refused":
-        at = detail["ctx"]["at"]
-        path += at if at.startswith("[") or not path or not at else f".{at}"
-        message = detail["ctx"]["message"]
-    elif detail["type"] == "missing":
-        message = "is required"
-    elif detail["type"] in ("model_type", "model_attributes_type"):
-        message = "must be an object"
-    else:
-        message = detail["msg"].replace("Input should", "should", 1)
-    return invalid_request(f"{path}: {message}.", path or None)
-
-
 def _text_of_part(part: Any, at: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         refuse(at, "must be an object with a type")
     if part["type"] != "text":
         refuse(at, f"is of type {quote(part['type'])}: only parts of type 'text' are supported")
     if not isinstance(part.get("text"), str):
-        refuse(f"{at}.text", "should be a valid string")
+        refuse(f"{at}.text", "must be a string")
     return str(part["text"])
 
 

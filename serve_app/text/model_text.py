@@ -32,16 +32,20 @@ class ModelText:
             raise invalid_request("This model has no chat template: use /v1/completions.", "messages")
         return self._template.encode(messages)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a completion prompt."""
-        return self._tokenizer.encode_prompt(text)
+    def encode_prompt(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Ids of a completion prompt, with the BOS that the model wants unless it is not to be added."""
+        return self._tokenizer.encode_prompt(text) if add_bos else self._tokenizer.encode_control(text)
 
-    def check_ids(self, ids: list[int]) -> list[int]:
+    def check_ids(self, ids: list[int], field: str = "prompt") -> list[int]:
         """Token ids given by a client, as they are. Raises ApiError 400 for one the vocabulary does not have."""
         for token in ids:
             if not self._tokenizer.id_in_vocab(token):
-                raise invalid_request(f"prompt: {token} is not a token of this model.", "prompt")
+                raise invalid_request(f"{field}: {token} is not a token of this model.", field)
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; control tokens have none."""
+        return self._tokenizer.decode(ids)
 
     def stream(self, stop: Sequence[str]) -> TextStream:
         """A fresh detokeniser for one choice."""

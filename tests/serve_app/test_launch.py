@@ -14,7 +14,7 @@ import pytest
 
 from serve_app import launch, ray_environment
 from serve_app.launch import LaunchError, base_url, first_cause, ready_message, require_free
-from serve_app.ray_environment import haproxy_script, is_free, port_variables, ray_variables, set_defaults
+from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
 from serve_app.settings import ServeConfig, load_config
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
@@ -90,50 +90,6 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"EVENHAND_TEST_A": "mine"})
     set_defaults({"EVENHAND_TEST_A": "yours", "EVENHAND_TEST_B": "yours"})
     assert os.environ == {"EVENHAND_TEST_A": "mine", "EVENHAND_TEST_B": "yours"}
-
-
-@pytest.mark.parametrize("setpriv", [None, "/usr/bin/env"])
-def test_haproxy_script_moves_only_statistics_and_metrics(tmp_path: Path, setpriv: str | None) -> None:
-    """The lines are those of Ray's template."""
-    config_path = tmp_path / "with space" / "haproxy.cfg"
-    config_path.parent.mkdir()
-    config_path.write_text(
-        "frontend prometheus\n    bind :20001\n    mode http\n"
-        "frontend http_frontend\n    bind *:8000\n"
-        "listen stats\n  bind *:20000\n  stats enable\n"
-    )
-    fake = tmp_path / "fake haproxy"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o700)
-    script = tmp_path / "haproxy"
-    text = haproxy_script(str(fake), ("20000", "20001"), setpriv)
-    if setpriv is not None:
-        assert "--pdeathsig KILL" in text
-        text = text.replace(" --pdeathsig KILL", "")  # `env` takes no such option
-    script.write_text(text)
-    script.chmod(0o700)
-    arguments = ["-db", "-f", str(config_path), "-dR", "-sf", "12"]
-    done = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=30)
-    assert done.stdout.splitlines() == arguments
-    assert config_path.read_text() == (
-        "frontend prometheus\n    bind 127.0.0.1:20001\n    mode http\n"
-        "frontend http_frontend\n    bind *:8000\n"
-        "listen stats\n  bind 127.0.0.1:20000\n  stats enable\n"
-    )
-
-
-def test_rays_template_still_has_the_lines_that_the_script_moves() -> None:
-    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
-
-    binds = {
-        line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines() if line.strip().startswith("bind ")
-    }
-    assert binds == {
-        "bind :{{ config.metrics_port }}",
-        "bind *:{{ config.stats_port }}",
-        "bind {{ config.frontend_host }}:{{ config.frontend_port }}",
-        "bind {{ config.grpc_frontend_host }}:{{ config.grpc_frontend_port }} proto h2",
-    }
 
 
 def test_replicas_grpc_port_goes_to_loopback() -> None:
@@ -216,7 +172,36 @@ def test_a_busy_port_stops_the_start_before_anything_is_made(
 
     monkeypatch.setattr(launch.tempfile, "mkdtemp", make)
     monkeypatch.setattr(launch, "set_defaults", lambda variables: None)
+    monkeypatch.setattr(launch, "require_sources", lambda config: None)
+    monkeypatch.setattr(launch.signal, "signal", lambda number, handler: None)
     with pytest.raises(LaunchError, match="is in use"):
         launch.serve(SHIPPED, launch.Overrides(port=listening), lambda text: None)
     assert made
     assert not Path(made[0]).exists()
+
+
+def test_signals_are_remembered_until_asked_for(tmp_path: Path) -> None:
+    """Whatever code runs when they come, nothing is thrown into it."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from serve_app.launch import _Signals\n"
+        f"signals = _Signals(Path({str(tmp_path / 'root')!r}))\n"
+        "os.kill(os.getpid(), signal.SIGUSR1); signals.wait()\n"
+        "assert signals.take_reload() and not signals.take_reload() and not signals.stop\n"
+        "os.kill(os.getpid(), signal.SIGTERM); signals.wait()\n"
+        "assert signals.stop and not signals.take_reload()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "raise SystemExit('the second one did not cut off')\n"
+    )
+    (tmp_path / "root").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done.stderr
+    assert not (tmp_path / "root").exists()
+
+
+def test_rays_handler_of_sigterm_can_be_left_out() -> None:
+    """`ray.init` asks for it by this name, which the front door replaces."""
+    import ray._private.utils
+    import ray._private.worker
+
+    assert callable(ray._private.utils.set_sigterm_handler)
+    assert "ray._private.utils.set_sigterm_handler(" in Path(ray._private.worker.__file__).read_text()

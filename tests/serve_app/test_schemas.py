@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.body import parse_body
 from serve_app.api.errors import ApiError
-from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest, parse_body
+from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
 from serve_app.api.unsupported import UNSUPPORTED
 
 MESSAGES = [{"role": "user", "content": "hi"}]
