@@ -145,12 +145,14 @@ class _Instance:
         self._root, self._echo, self._signals = root, echo, signals
         self._data_dir = config.settings.data_path(config.port)
         self._client: Any = None
+        self._ready = False
 
     def run(self) -> None:
         processes: list[psutil.Process] = []
         with contextlib.ExitStack() as stack:
             stack.callback(_end, processes)
-            if not self._start(stack, processes):
+            self._ready = self._start(stack, processes)
+            if not self._ready:
                 return
             self._echo(ready_message(self._config))
             while not self._signals.stop:
@@ -266,7 +268,7 @@ class _Instance:
         # Ray reports the end of actors that it was told to end as failures.
         nowhere = io.StringIO()
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            if self._client is not None:
+            if self._ready:
                 serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 

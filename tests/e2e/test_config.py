@@ -87,11 +87,24 @@ def test_no_such_file(run_evenhand: Run) -> None:
 
 def test_a_model_that_cannot_be_loaded(run_evenhand: Run, config: dict[str, Any], tmp_path: Path) -> None:
     """Known only once an engine tries: the last line says it, and names the logs."""
-    put(config, (*MODEL, "source"), str(tmp_path / "no-such-model"))
+    broken = tmp_path / "broken-model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    put(config, (*MODEL, "source"), str(broken))
     done = run_evenhand("serve", write(config, tmp_path))
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ") and "no-such-model" in line
+    assert line.startswith("error: ") and "broken-model" in line
     logs = Path(line.rpartition("(logs: ")[2].rstrip(")"))
     assert logs.is_dir()
     shutil.rmtree(logs.parents[2])
+
+
+@pytest.mark.parametrize("command", [("serve",), ("config", "check")])
+@pytest.mark.parametrize("source", ["package:no_such_package", "/no/such/model", "./missing.gguf"])
+def test_a_model_that_is_not_there(
+    run_evenhand: Run, config: dict[str, Any], tmp_path: Path, command: tuple[str, ...], source: str
+) -> None:
+    put(config, (*MODEL, "source"), source)
+    line = the_error(run_evenhand(*command, write(config, tmp_path)))
+    assert "models[0].source" in line

@@ -39,7 +39,10 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return dict(error)
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/models", "/metrics"])
+@pytest.mark.parametrize(
+    "path",
+    [CHAT, "/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/tokenize", "/detokenize"],
+)
 @pytest.mark.parametrize(
     "authorization",
     [None, "Bearer eh_alpha_wrong", "Bearer", "eh_alpha_demo", "Basic eh_alpha_demo", "Bearer é"],
@@ -47,7 +50,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 def test_no_or_wrong_key(stub: Any, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization.encode()}
     with stub.http(None) as client:
-        method = "GET" if path in ("/v1/models", "/metrics") else "POST"
+        method = "GET" if path in ("/v1/models", "/metrics", "/openapi.json") else "POST"
         answer = client.request(method, path, headers=headers, content=b"{}" if method == "POST" else None)
     assert answer.status_code == 401
     error = error_of(answer)
@@ -150,10 +153,19 @@ def test_prompt_over_the_context_costs_nothing(stub: Any) -> None:
         assert remaining() >= before - 1, "the refused requests were counted"
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/xml", "multipart/form-data"])
-def test_wrong_content_type(stub: Any, content_type: str) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "multipart/form-data"},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br, identity"},
+    ],
+)
+def test_wrong_content_type(stub: Any, headers: dict[str, str]) -> None:
     with stub.http() as client:
-        answer = client.post(CHAT, content=b"{}", headers={"Content-Type": content_type})
+        answer = client.post(CHAT, content=b"{}", headers=headers)
     assert answer.status_code == 415
     assert error_of(answer)["code"] == "unsupported_media_type"
 
@@ -179,9 +191,7 @@ def test_wrong_method(stub: Any, method: str, path: str) -> None:
     assert error_of(answer)["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/docs", "/openapi.json"]
-)
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/docs", "/redoc"])
 def test_unknown_path(stub: Any, path: str) -> None:
     with stub.http() as client:
         answer = client.get(path)

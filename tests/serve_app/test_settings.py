@@ -19,6 +19,7 @@ from serve_app.settings import (
     load_config,
     parse_args,
     parse_user_config,
+    require_sources,
 )
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
@@ -166,6 +167,18 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (
         lambda d: d["http_options"].update(port=0),
         "config.yaml: http_options.port: 0 is not allowed; allowed: 1 to 65535",
+    ),
+    (
+        lambda d: d["http_options"].update(keep_alive_timeout_s=-1),
+        "config.yaml: http_options.keep_alive_timeout_s: -1 is not allowed; allowed: more than 0",
+    ),
+    (
+        lambda d: gateway_of(d)["user_config"]["tenants"][0].update(api_keys=[]),
+        "config.yaml: applications[0].deployments[0].user_config.tenants: tenant 'alpha': api_keys is empty",
+    ),
+    (
+        lambda d: args_of(d)["gateway"].update(cors_origins=["*"]),
+        f"{ARGS}.gateway.cors_origins[0]: '*' is not allowed; allowed: a string that matches",
     ),
     (lambda d: d.pop("applications"), "config.yaml: applications: is missing"),
     (
@@ -318,6 +331,23 @@ def test_redis_url_from_the_environment_stands_in_for_null(monkeypatch: pytest.M
     monkeypatch.setenv(REDIS_URL_VARIABLE, "7000")
     with pytest.raises(ConfigError, match=f"environment: {REDIS_URL_VARIABLE}"):
         parse_args(args)
+
+
+@pytest.mark.parametrize("source", ["package:no_such_package", "/no/such/model", "./missing.gguf", "~/none"])
+def test_a_source_that_is_not_on_this_machine(shipped: dict[str, Any], source: str) -> None:
+    document = copy.deepcopy(shipped)
+    model_of(document).update(source=source)
+    config = check_document(document, "config.yaml")
+    with pytest.raises(ConfigError, match=r"^config\.yaml: models\[0\]\.source: "):
+        require_sources(config)
+    require_sources(config.override(engine="stub"))
+
+
+def test_sources_that_may_be_on_a_hub_are_left_alone(shipped: dict[str, Any]) -> None:
+    document = copy.deepcopy(shipped)
+    model_of(document).update(source="org/no-such-model")
+    require_sources(check_document(document, "config.yaml"))
+    require_sources(check_document(shipped, "config.yaml"))
 
 
 def test_parts_parse_by_themselves() -> None:
