@@ -67,7 +67,7 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a01_usage_chunk_comes_after_the_finish_chunk(stub: Any, path: str) -> None:
+def test_A01_usage_chunk_comes_after_the_finish_chunk(stub: Any, path: str) -> None:
     options = {"stream_options": {"include_usage": True}}
     *chunks, last = events(post(stub, path, body(path, stream=True, **options)))
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
@@ -83,7 +83,7 @@ def test_a01_usage_chunk_comes_after_the_finish_chunk(stub: Any, path: str) -> N
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a01_continuous_usage(stub: Any, path: str) -> None:
+def test_A01_continuous_usage(stub: Any, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = events(post(stub, path, body(path, stream=True, stream_options=options)))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -103,7 +103,7 @@ def test_a01_continuous_usage(stub: Any, path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a03_stop_strings_over_several_tokens(
+def test_A03_stop_strings_over_several_tokens(
     stub: Any, path: str, start: int, stop: Any, length: int, stopped: bool
 ) -> None:
     whole = post(stub, path, body(path, max_tokens=30)).json()["choices"][0]
@@ -137,7 +137,7 @@ RANGES = {
 
 @pytest.mark.parametrize("field", RANGES)
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a10_values_out_of_range_stop_at_the_edge(stub: Any, path: str, field: str) -> None:
+def test_A10_values_out_of_range_stop_at_the_edge(stub: Any, path: str, field: str) -> None:
     request = body(path)
     request.pop(field, None)
     start = json.dumps(request)[:-1]
@@ -146,7 +146,7 @@ def test_a10_values_out_of_range_stop_at_the_edge(stub: Any, path: str, field: s
         assert error["param"] == field, value
 
 
-def test_a12_seeds(stub: Any) -> None:
+def test_A12_seeds(stub: Any) -> None:
     for seed in (2**64, 10**40, 1.5, "7", -(2**63) - 1, True):
         assert refusal(post(stub, TEXT, body(TEXT, seed=seed)))["param"] == "seed"
     for seed in (-1, 0, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)):
@@ -157,14 +157,14 @@ def test_a12_seeds(stub: Any) -> None:
 BAD_IDS = [[VOCABULARY], [-1], [], [[]], [1.5], ["a", 1], [1, "a"], [[1, 2], [999_999]], [10**19], [[1], []]]
 
 
-def test_a14_token_ids_outside_of_the_vocabulary(stub: Any) -> None:
+def test_A14_token_ids_outside_of_the_vocabulary(stub: Any) -> None:
     before = stub.metric("served_tokens_total", tenant="alpha")
     for prompt in BAD_IDS:
         assert str(refusal(post(stub, TEXT, body(TEXT, prompt=prompt)))["param"]).startswith("prompt")
     assert stub.metric("served_tokens_total", tenant="alpha") == before
 
 
-def test_a15_sdk_classes(stub: Any) -> None:
+def test_A15_sdk_classes(stub: Any) -> None:
     cases: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
         (openai.BadRequestError, {"temperature": 9}),
         (openai.BadRequestError, {"max_tokens": 100_000}),
@@ -191,7 +191,7 @@ CONTEXT = 8192
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a17_context_length(stub: Any, stream: bool) -> None:
+def test_A17_context_length(stub: Any, stream: bool) -> None:
     def ask(ids: int, **fields: Any) -> httpx.Response:
         request = {"model": "default", "prompt": [7] * ids, "stream": stream, **fields}
         return post(stub, TEXT, request, "beta")
@@ -230,7 +230,7 @@ SCHEMAS: list[Any] = [
 ]
 
 
-def test_a18_structured_output_is_refused_and_never_ignored(stub: Any) -> None:
+def test_A18_structured_output_is_refused_and_never_ignored(stub: Any) -> None:
     for wanted in SCHEMAS:
         for path in (CHAT, TEXT):
             assert refusal(post(stub, path, body(path, response_format=wanted)))["param"] == "response_format"
@@ -238,7 +238,7 @@ def test_a18_structured_output_is_refused_and_never_ignored(stub: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["guided_json", "guided_regex", "guided_grammar", "structured_outputs"])
-def test_a18_other_names_of_it(stub: Any, field: str) -> None:
+def test_A18_other_names_of_it(stub: Any, field: str) -> None:
     assert refusal(post(stub, CHAT, body(CHAT, **{field: "^+a"})))["param"] == field
 
 
@@ -266,14 +266,14 @@ PART = [{"type": "text", "text": "Hello"}]
         [*HELLO, {"role": "assistant", "content": "the end"}],
     ],
 )
-def test_a22_legal_conversations(stub: Any, messages: list[Any]) -> None:
+def test_A22_legal_conversations(stub: Any, messages: list[Any]) -> None:
     answer = post(stub, CHAT, body(CHAT, messages=messages))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_a22_text_and_parts_are_the_same(stub: Any, role: str) -> None:
+def test_A22_text_and_parts_are_the_same(stub: Any, role: str) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     counts = {
         post(stub, CHAT, body(CHAT, messages=[{"role": role, "content": content}])).json()["usage"][
@@ -295,7 +295,7 @@ def test_a22_text_and_parts_are_the_same(stub: Any, role: str) -> None:
         ([{"role": "user", "content": 5}], "messages[0].content"),
     ],
 )
-def test_a22_conversations_that_are_none(stub: Any, messages: Any, param: str) -> None:
+def test_A22_conversations_that_are_none(stub: Any, messages: Any, param: str) -> None:
     assert refusal(post(stub, CHAT, body(CHAT, messages=messages)))["param"] == param
 
 
@@ -303,7 +303,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a24_tools_are_refused_and_never_ignored(stub: Any, stream: bool) -> None:
+def test_A24_tools_are_refused_and_never_ignored(stub: Any, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "unknown"}}
     for choice in (None, "auto", "required", named, 5):
         request = body(CHAT, tools=TOOLS, tool_choice=choice, stream=stream)
@@ -318,7 +318,7 @@ def test_a24_tools_are_refused_and_never_ignored(stub: Any, stream: bool) -> Non
     ("prompt", "tokens"),
     [("abc", 3), (["abc"], 3), (["a", "bc", "def"], 6), ([65, 66], 2), ([[65], [66, 67]], 3)],
 )
-def test_a25_prompt_forms(stub: Any, prompt: Any, tokens: int, n: int, stream: bool) -> None:
+def test_A25_prompt_forms(stub: Any, prompt: Any, tokens: int, n: int, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = post(stub, TEXT, body(TEXT, prompt=prompt, n=n, **options))
     prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
@@ -332,7 +332,7 @@ def test_a25_prompt_forms(stub: Any, prompt: Any, tokens: int, n: int, stream: b
             assert text_of(chunks, choice["index"]) == choice["text"]
 
 
-def test_a25_every_member_counts(stub: Any) -> None:
+def test_A25_every_member_counts(stub: Any) -> None:
     long = "x" * CONTEXT
     error = refusal(post(stub, TEXT, body(TEXT, prompt=["ok", long])), 400, "context_length_exceeded")
     assert error["param"] == "prompt"

@@ -132,14 +132,14 @@ def test_one_request_id_of_two_tenants(stub: Any) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "api-key"])
-def test_f07_other_credentials_are_none(stub: Any, header: str) -> None:
+def test_F07_other_credentials_are_none(stub: Any, header: str) -> None:
     with stub.http(None) as client:
         answer = client.get("/v1/models", headers={header: stub.key("alpha")})
         in_query = client.get(f"/v1/models?api_key={stub.key('alpha')}")
     assert answer.status_code == in_query.status_code == 401
 
 
-def test_f07_two_credentials_are_none(stub: Any) -> None:
+def test_F07_two_credentials_are_none(stub: Any) -> None:
     pairs = [
         ("Authorization", f"Bearer {stub.key('alpha')}"),
         ("authorization", f"Bearer {stub.key('beta')}"),
@@ -149,7 +149,7 @@ def test_f07_two_credentials_are_none(stub: Any) -> None:
         assert client.get("/v1/models", headers=[pairs[0], pairs[0]]).status_code == 401
 
 
-def test_f07_headers_and_fields_that_name_a_tenant_mean_nothing(stub: Any) -> None:
+def test_F07_headers_and_fields_that_name_a_tenant_mean_nothing(stub: Any) -> None:
     names = ("X-Tenant", "x_tenant", "User", "X-User", "X-Forwarded-User", "OpenAI-Organization")
     headers = {**dict.fromkeys(names, "alpha"), "x-request-id": "who-am-i"}
     with stub.openai("beta") as client:

@@ -88,7 +88,7 @@ def test_haproxy_itself_takes_the_edited_configuration(tmp_path: Path) -> None:
     assert "ALERT" not in done.stderr
 
 
-def test_a15_own_answers_are_whole_and_in_the_one_shape() -> None:
+def test_A15_own_answers_are_whole_and_in_the_one_shape() -> None:
     for status, answer in own_errors().items():
         head, _, body = answer.decode().partition("\r\n\r\n")
         fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
