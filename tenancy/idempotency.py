@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tenancy.guarded_redis import GuardedRedis, Script
+from tenancy.quota import PREFIX
 
 LEASE_MS = 30_000
 KEEP_MS = 600_000
@@ -59,7 +60,7 @@ class Claim:
 
 
 async def claim(
-    redis: GuardedRedis, tenant: str, key: str, request: str, prefix: str = "eh:v1"
+    redis: GuardedRedis, tenant: str, key: str, request: str, prefix: str = PREFIX
 ) -> Claim | Claimed | bytes:
     """Ask to run a request; the bytes are the answer of its first run.
 

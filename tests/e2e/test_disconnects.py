@@ -35,7 +35,7 @@ def send(server: Any, tenant: str, request_id: str, **fields: Any) -> socket.soc
         **server.headers(tenant),
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     connection.sendall(f"POST {TEXT} HTTP/1.1\r\n{lines}\r\n".encode() + body)
     return connection
 
@@ -188,6 +188,7 @@ def test_B12_a_slow_store_gets_every_slot_back(stub: Any, store: redis.Redis) ->
         for connection in connections:
             connection.close()
         time.sleep(0.4)
+        stub.wait_until(lambda: stub.health() == 200, 10)
     stub.wait_until(lambda: at_rest(stub), 15)
 
 
@@ -195,7 +196,9 @@ def test_B12_every_key_in_the_store_ends_by_itself(stub: Any, store: redis.Redis
     with stub.http("narrow") as client:
         headers = {"Idempotency-Key": "B12"}
         client.post(TEXT, json={"model": "default", "prompt": "x", "max_tokens": 1}, headers=headers)
-    keys = list(store.scan_iter())
+    keys = [
+        key for key in store.scan_iter() if not key.endswith(b":ledger")
+    ]  # rows stay until they are in a file
     assert keys
     assert [key for key in keys if store.pttl(key) == -1] == []
 
