@@ -12,11 +12,11 @@ from serve_app.api.errors import ApiError
 TABLE = {
     400: ["invalid_request", "context_length_exceeded"],
     401: ["invalid_api_key"],
-    403: ["model_not_allowed"],
+    403: ["model_not_allowed", "route_not_allowed"],
     404: ["model_not_found", "not_found"],
     405: ["method_not_allowed"],
     408: ["request_timeout"],
-    409: ["idempotency_conflict"],
+    409: ["conflict", "idempotency_conflict"],
     413: ["request_too_large"],
     415: ["unsupported_media_type"],
     429: [
