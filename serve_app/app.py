@@ -35,6 +35,8 @@ from serve_app.telemetry.tracing import TracingConfig, build_tracing
 from serve_app.text.model_text import ModelText, load_model_text, stub_model_text
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import DirectoryStore, DirectoryWatch
+from tenancy.ledger import LedgerFiles
+from tenancy.ledger_writer import LedgerWriter
 from tenancy.models import Price
 from tenancy.quota import QuotaStore
 from tenancy.redis import BLOCKING_TIMEOUT_S, connect
@@ -92,6 +94,8 @@ class Gateway:
         self._prices: dict[str, Price] = {}
         self._gateway.directory.complete = False
         self._directory_watch: DirectoryWatch | None = None
+        self._ledger: LedgerWriter | None = None
+        self._ledger_files = LedgerFiles(Path(data_dir) / "ledger")
         if self._redis_url is not None:
             self._gateway.quota = self._connect(self._redis_url)
         else:
@@ -123,9 +127,13 @@ class Gateway:
         """Serve asks on the loop that serves requests: an answer is the proof."""
 
     async def __del__(self) -> None:
-        if self._directory_watch is not None:
-            await self._directory_watch.aclose()
         await self._gateway.close()
+        await self._stop_redis_work()
+
+    async def _stop_redis_work(self) -> None:
+        if self._directory_watch is not None and self._ledger is not None:
+            await self._directory_watch.aclose()
+            await self._ledger.aclose()
 
     def _connect(self, url: str) -> QuotaStore:
         """Everything of this gateway that Redis keeps: quotas, and tenants managed at run time."""
@@ -137,6 +145,8 @@ class Gateway:
         self._directory_watch = DirectoryWatch(
             DirectoryStore(blocking, store.guarded), self._gateway.directory
         )
+        self._ledger = LedgerWriter(blocking, store, self._ledger_files)
+        self._ledger.start()
         return store
 
     async def _watch_redis(self) -> None:
@@ -147,8 +157,7 @@ class Gateway:
                 url = await self._redis.url.remote()
                 if url != self._redis_url:
                     self._redis_url, old = url, self._gateway.quota
-                    if self._directory_watch is not None:
-                        await self._directory_watch.aclose()
+                    await self._stop_redis_work()
                     self._gateway.quota = self._connect(url)
                     if old is not None:
                         await old.aclose()

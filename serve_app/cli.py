@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from serve_app import admin_cli
+from serve_app import admin_cli, ledger_cli
 
 COMMANDS_GROUP = "evenhand.commands"
 """Entry points of this group, each a typer app or a function, become commands under their names."""
@@ -46,6 +46,7 @@ config_app = typer.Typer(help="Work with config files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(admin_cli.tenants_app, name="tenants")
 app.add_typer(admin_cli.keys_app, name="keys")
+app.add_typer(ledger_cli.ledger_app, name="ledger")
 app.command()(admin_cli.audit)
 
 

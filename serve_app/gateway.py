@@ -43,7 +43,7 @@ OFF_LOOP_BYTES = 16 * 1024
 """Larger bodies are parsed and tokenised in a thread, one of a tenant at a time: nobody's stream waits for them."""
 
 Endpoint = Literal["chat", "completions"]
-SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"]
+SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/usage", "/tokenize", "/detokenize"]
 """Routes that a key may be limited to."""
 T = TypeVar("T")
 

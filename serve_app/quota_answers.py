@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from serve_app.api.endpoints import ParsedRequest
 from serve_app.api.errors import ApiError, invalid_request
 from tenancy.limits import applicable
 from tenancy.models import Limits, ServiceClass, Tenant
-from tenancy.quota import Hold, QuotaRefusal
+from tenancy.quota import DayUsage, Hold, QuotaRefusal
 
 _UNITS = {
     "requests_per_minute": "{limit} requests per minute",
@@ -46,6 +47,19 @@ def quota_error(refusal: QuotaRefusal) -> ApiError:
         retry_after_ms=refusal.retry_after_ms,
         should_retry=False if refusal.retry_after_ms is None else None,
     )
+
+
+def usage_of_day(day: DayUsage) -> dict[str, Any]:
+    """One entry of /v1/usage. `cost` is in the currency of the price table."""
+    return {
+        "date": day.day.isoformat(),
+        "model": day.model,
+        "requests": day.requests,
+        "input_tokens": day.input_tokens,
+        "cached_tokens": day.cached_tokens,
+        "output_tokens": day.output_tokens,
+        "cost": day.price_nano / 1e9,
+    }
 
 
 def fit_lengths(

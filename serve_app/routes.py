@@ -19,7 +19,9 @@ from serve_app.api.openapi import openapi_document
 from serve_app.api.responses import ModelCard, model_list
 from serve_app.api.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from serve_app.connection import ClientGoneError, Connection
+from serve_app.quota_answers import usage_of_day
 from serve_app.telemetry.metrics import CONTENT_TYPE
+from tenancy.guarded_redis import QuotaUnavailable
 from tenancy.models import Tenant
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Routes:
         return [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._model, methods=["GET"]),
+            Route("/v1/usage", self._usage, methods=["GET"]),
             Route("/tokenize", JsonRoute(self._tokenize), methods=["POST"]),
             Route("/detokenize", JsonRoute(self._detokenize), methods=["POST"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
@@ -57,6 +60,19 @@ class Routes:
         name = request.path_params["model"]
         self._gateway.pool(name, tenant)
         return JSONResponse(next(card.to_dict() for card in self._cards(tenant) if card.id == name))
+
+    async def _usage(self, request: Request) -> Response:
+        """What the tenant itself has used, by day and model."""
+        tenant, quota = self._tenant(request, "/v1/usage"), self._gateway.quota
+        try:
+            if quota is None:
+                raise QuotaUnavailable("not there yet", maybe_applied=False)
+            days = await quota.usage(tenant.id)
+        except QuotaUnavailable:
+            raise ApiError(
+                "quota_store_unavailable", "The usage cannot be read. Try again shortly."
+            ) from None
+        return JSONResponse({"object": "list", "data": [usage_of_day(day) for day in days]})
 
     async def _tokenize(self, connection: Connection) -> dict[str, Any]:
         tenant, raw = await self._body(connection, "/tokenize")

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,7 +44,9 @@ class EmbeddedRedis:
     It listens on a free port of 127.0.0.1 with a random password, kept in a 0600 file of the directory,
     because every user of a machine can reach loopback. It ends with the process that called `start`, also
     on SIGKILL, and survives the thread that did. One directory serves one instance at a time; after a crash
-    the next start reads what the append-only file has. All methods block. Usable as a context manager.
+    the next start reads what the append-only file has. A server that
+    dies under its owner is started again, with the same data on the same port, and stderr says so. All
+    methods block. Usable as a context manager.
     """
 
     def __init__(self, data_dir: str | Path, *, start_timeout_s: float = 30.0) -> None:
@@ -65,7 +68,7 @@ class EmbeddedRedis:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is alive."""
+        """Whether the server is kept alive."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -137,7 +140,6 @@ class EmbeddedRedis:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             env={**os.environ, **_ENVIRONMENT},
             pass_fds=(lock,),
             start_new_session=True,  # Ctrl-C is for the owner, which needs Redis while it drains
@@ -154,6 +156,7 @@ class EmbeddedRedis:
             while self._process.poll() is None:
                 try:
                     client.ping()
+                    self._process.send_signal(signal.SIGUSR1)  # from now on it is kept alive
                     self._port = port
                     return True
                 except redis_py.RedisError as error:  # not listening yet, or still reading its file

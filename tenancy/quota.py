@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Literal
 
 from redis.asyncio import Redis
@@ -89,6 +90,19 @@ class QuotaRefusal:
 
 
 @dataclass(frozen=True)
+class DayUsage:
+    """Sums of one UTC day and model; `cached_tokens` are among the input, `price_nano` is in 1e-9."""
+
+    day: date
+    model: str
+    requests: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    price_nano: int
+
+
+@dataclass(frozen=True)
 class _Owed:
     """An ending that Redis has not confirmed. Both endings may safely be sent again."""
 
@@ -122,6 +136,7 @@ class QuotaStore:
         self._reserve, self._settle, self._void, self._renew = (
             Script(name, "lib") for name in ("reserve", "settle", "void", "renew")
         )
+        self._usage = Script("usage")
         self._outage = Outage()
         self._presence = Presence(self._redis, prefix)
         self._owed: dict[str, _Owed] = {}
@@ -153,6 +168,10 @@ class QuotaStore:
         """Tenants with new ledger rows since the last call."""
         settled, self._settled = self._settled, set()
         return settled
+
+    def put_settled_tenants(self, tenants: set[str]) -> None:
+        """Give back what could not be told to anybody."""
+        self._settled |= tenants
 
     def start(self) -> None:
         """Be counted among the gateways, which `local_share` needs. Call it on the loop; ends with
@@ -223,6 +242,26 @@ class QuotaStore:
         # One that was settled in the meantime is marked as done, and is not taken again.
         taken = await asyncio.gather(*(self._take_again(hold) for hold in gone))
         return sum(taken)
+
+    async def usage(self, tenant: str) -> list[DayUsage]:
+        """What a tenant has used in the last two months, by day and model, up to the last settled request.
+        Raises QuotaUnavailable."""
+        key = self._keys(tenant, "-")[-1]
+        reply: list[bytes] = await self._redis.run(self._usage, [key], [])
+        found: dict[tuple[int, str], dict[str, int]] = {}
+        for name, value in zip(reply[::2], reply[1::2], strict=True):
+            day, separator, rest = name.decode().partition("|")
+            model, _, what = rest.rpartition("|")
+            if separator:
+                found.setdefault((int(day), model), {})[what] = int(value)
+        return [
+            DayUsage(
+                date.fromordinal(date(1970, 1, 1).toordinal() + day),
+                model,
+                *(sums.get(what, 0) for what in ("requests", "input", "cached", "output", "price")),
+            )
+            for (day, model), sums in sorted(found.items())
+        ]
 
     async def sweep(self, tenant: str) -> None:
         """Drop the lapsed holds of a tenant that sends nothing itself. Raises QuotaUnavailable."""

@@ -178,3 +178,15 @@ def test_a_second_signal_cuts_off(start_server: Any) -> None:
         server.wait_until(lambda: not server.survivors(), 3)
         wrong = server.stop(send=False)
         assert [line for line in wrong if "exit code 130" not in line] == []
+
+
+def test_e08_the_embedded_redis_is_killed(victim: Any) -> None:
+    """It comes back by itself on the same data: budgets and keys are those of before, and the log says so."""
+    with victim.openai() as client:
+        request = {"model": "default", "messages": MESSAGES, "max_tokens": 1}
+        client.chat.completions.create(**request)
+        [redis] = [process for process in victim.remember() if process.name() == "redis-server"]
+        redis.kill()
+        victim.wait_until(lambda: "the embedded Redis ended (signal 9); started again" in victim.log(), 10)
+        victim.wait_until(lambda: victim.health() == 200, 20)
+        client.with_options(max_retries=3).chat.completions.create(**request)

@@ -13,6 +13,8 @@ import openai
 import pytest
 import redis
 
+from tenancy.ledger import LedgerFiles
+
 pytestmark = pytest.mark.e2e
 
 ADMIN_KEY = "eh_admin_key_for_these_tests"
@@ -96,6 +98,18 @@ def test_e04_what_is_charged_is_what_was_used(server: Any) -> None:
     assert 5 <= found["output"] - output < 1000, "what was generated, not what was asked for"
     for kind, total in (("input", found["input"]), ("output", found["output"])):
         assert server.metric("billed_tokens_total", tenant="paying", kind=kind) == total
+    [line] = httpx.get(
+        f"{server.base_url}/v1/usage", headers=server.headers("paying"), trust_env=False
+    ).json()["data"]
+    assert (line["requests"], line["input_tokens"], line["output_tokens"], line["cost"]) == (
+        4, found["input"], found["output"], found["price"] / 1e9,
+    )  # fmt: skip
+    files = LedgerFiles(server.data_dir / "ledger")
+    server.wait_until(lambda: len(list(files.read(tenant="paying"))) == 4, 10)
+    rows = list(files.read(tenant="paying"))
+    for column, name in (("input_tokens", "input"), ("output_tokens", "output"), ("price_nano", "price")):
+        assert sum(row[column] for row in rows) == found[name]
+    assert [row["outcome"] for row in rows] == ["ok", "ok", "ok", "cancelled"]
 
 
 def test_a_budget_ends_and_says_so(server: Any) -> None:

@@ -134,6 +134,33 @@ def test_it_outlives_its_thread_but_neither_its_process_nor_its_watchdog(tmp_pat
         assert client(server.url).ping()
 
 
+def test_a_server_that_dies_is_started_again_on_the_same_data_and_port(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        url, pids = server.url, []
+        for number in range(1, 3):
+            assert client(url).incr("budget") == number
+            pids.append(server_pid(url))
+            time.sleep(1.1)  # the append-only file is on disk every second
+            os.kill(pids[-1], signal.SIGKILL)
+            deadline = time.monotonic() + 15
+            while time.monotonic() < deadline:
+                try:
+                    if server_pid(url) != pids[-1] and client(url).get("budget") == str(number).encode():
+                        break
+                except redis_py.RedisError:
+                    time.sleep(0.05)
+            else:
+                pytest.fail("it was not started again")
+        pids.append(server_pid(url))
+        assert len(set(pids)) == 3 and server.running
+        with pytest.raises(RedisServerError, match="in use by another running instance"):
+            EmbeddedRedis(tmp_path).start()
+    assert all(gone(pid) for pid in pids)
+    assert capfd.readouterr().err.count("the embedded Redis ended (signal 9); started again") == 2
+
+
 def test_stop_ends_a_frozen_server(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     server.start()
