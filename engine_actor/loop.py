@@ -60,7 +60,9 @@ class EngineLoop:
         self._accepted: list[tuple[str, int]] = []
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.last_progress = time.monotonic()
-        """Monotonic seconds of the last finished step, or of the last moment without any work."""
+        """Monotonic seconds of the last step that served a new token, or of the last moment without any work."""
+        self._computing = False
+        self._served = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -69,6 +71,21 @@ class EngineLoop:
         """End the loop after the step in flight. Live requests get no further rows."""
         self._inbox.put(None)
         self._thread.join(timeout)
+
+    def why_stalled(self) -> str:
+        """What is going on while `last_progress` stands, in an operator's words. Thread-safe."""
+        scheduler = self._scheduler
+        cache = scheduler.cache
+        if self._computing:
+            reason = "a step does not come back from the model"
+        elif scheduler.num_running:
+            reason = "steps compute again what was preempted, and nothing new"
+        else:
+            reason = "no waiting request can be started"
+        return (
+            f"{reason}; {scheduler.num_running} requests run, {scheduler.num_waiting} wait, "
+            f"{cache.available} of {cache.total} KV pages can be had"
+        )
 
     @property
     def alive(self) -> bool:
@@ -119,10 +136,15 @@ class EngineLoop:
             self._on_outcome(StepOutcome(rows, accepted))
             return
         scheduled = time.monotonic()
+        self._computing = True
         result = self._runner.run(record)
+        self._computing = False
         ran = time.monotonic()
         rows += self._scheduler.commit(record, result, ran)
-        end = self.last_progress = time.monotonic()
+        end = time.monotonic()
+        if self._scheduler.service.tokens != self._served:
+            self._served = self._scheduler.service.tokens
+            self.last_progress = end
         self._control.observe(record, rows, end - begin)
         self._on_outcome(
             StepOutcome(rows, accepted, record, result, (scheduled - begin) + (end - ran), end - begin)

@@ -24,20 +24,21 @@ class ServiceAccounts:
         self.served: dict[str, float] = {}
         self.prefix: dict[str, PrefixCounters] = {}
         self.recomputed_chunks = 0
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.output_tokens = 0
 
     @property
-    def cached_tokens(self) -> int:
-        return sum(counters.hit_tokens for counters in self.prefix.values())
-
-    @property
-    def computed_tokens(self) -> int:
-        return sum(counters.miss_tokens for counters in self.prefix.values())
+    def tokens(self) -> int:
+        """Tokens served so far, of every kind: it stands still while nothing new is served."""
+        return self.cached_tokens + self.computed_tokens + self.output_tokens
 
     def computed(self, sequence: SequenceState, start: int, end: int) -> None:
         """Positions start .. end - 1 are in the step to come."""
         if start < sequence.served:
             self.recomputed_chunks += 1
         if fresh := self._serve(sequence, start, end):
+            self.computed_tokens += fresh
             self._prefix(sequence).miss_tokens += fresh
             self._charge(sequence, self.prices.cost(computed_input=fresh))
 
@@ -45,12 +46,14 @@ class ServiceAccounts:
         """Positions start .. end - 1 were found in the prefix cache."""
         if fresh := self._serve(sequence, start, end):
             sequence.cached_input += fresh
+            self.cached_tokens += fresh
             self._prefix(sequence).hit_tokens += fresh
             self._charge(sequence, self.prices.cost(cached_input=fresh))
 
     def output(self, sequence: SequenceState) -> None:
         """A token has been sampled."""
         tenant = sequence.tenant
+        self.output_tokens += 1
         self.served[tenant.name] = self.served.get(tenant.name, 0.0) + self.prices.output
         if sequence.predicted_output_left:
             sequence.predicted_output_left -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +13,8 @@ from engine_actor import actor as actor_module
 from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
 from engine_actor.build import EngineOptions
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
-from engine_actor.stub_runner import STUB_TEXT
+from engine_actor.step import StepRecord, StepResult
+from engine_actor.stub_runner import STUB_TEXT, StubRunner
 from policies.page_hashes import page_hashes
 from policies.tickets import EngineReport
 
@@ -172,3 +174,70 @@ async def test_a_model_that_cannot_be_loaded_is_told_to_the_owner() -> None:
     assert heartbeat.state == "failed" and "model.gguf" in heartbeat.detail
     with pytest.raises(EngineNotReadyError):
         await engine.describe()
+
+
+class HeldRunner(StubRunner):
+    """A step that begins while `go` is not set does not come back before it is."""
+
+    def __init__(self) -> None:
+        super().__init__(65)
+        self.go, self.entered = threading.Event(), threading.Event()
+
+    def run(self, record: StepRecord) -> StepResult:
+        self.entered.set()
+        assert self.go.wait(60)
+        return super().run(record)
+
+
+async def test_c03_an_engine_that_waits_without_progress_turns_red_and_says_why(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.heartbeat("owner").state == "ready"
+    loop, held = engine._engine_loop, HeldRunner()
+    assert loop is not None
+    loop._runner = held
+    monkeypatch.setattr(actor_module, "STALL_SECONDS", 0.0)
+    await engine.submit("g", [request("r")])
+    assert await asyncio.to_thread(held.entered.wait, 60)
+    heartbeat = engine.heartbeat("owner")
+    assert heartbeat.state == "stalled"
+    assert "does not come back from the model; 1 requests run, 0 wait" in heartbeat.detail
+    monkeypatch.setattr(actor_module, "STALL_SECONDS", 30.0)
+    held.go.set()
+    await rows_of(engine, "g")
+    assert engine.heartbeat("owner").state == "ready"
+
+
+async def test_c03_steps_that_serve_nothing_new_are_no_progress(engine: EngineActor) -> None:
+    loop, scheduler = engine._engine_loop, engine._scheduler
+    assert loop is not None and scheduler is not None
+    loop.stop()
+    scheduler.submit(request("r", max_tokens=50), 0.0)
+    loop._turn()
+    for _ in range(3):
+        loop._turn()
+    before = loop.last_progress
+    for sequence in scheduler.running:
+        scheduler._preempt(sequence)
+    scheduler.cache.clear()
+    loop._turn()  # the prompt once more, all of it served before: its token is the next one
+    assert loop.last_progress > before
+    for sequence in scheduler.running:
+        scheduler._preempt(sequence)
+    scheduler.cache.clear()
+    before = loop.last_progress
+    scheduler._prefill._chunk_size = 1
+    loop._turn()
+    assert loop.last_progress == before and "compute again" in loop.why_stalled()
+
+
+async def test_c03_waiting_with_nothing_running_is_no_progress(engine: EngineActor) -> None:
+    loop, scheduler = engine._engine_loop, engine._scheduler
+    assert loop is not None and scheduler is not None
+    loop.stop()
+    scheduler.submit(request("r"), 0.0)
+    before = loop.last_progress
+    scheduler._admission.fits = lambda sequence, table: False  # type: ignore[method-assign]
+    loop._turn()
+    assert loop.last_progress == before
+    assert loop.why_stalled().startswith("no waiting request can be started; 0 requests run, 1 wait")
