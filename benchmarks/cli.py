@@ -59,6 +59,33 @@ def engine(
 
 
 @app.command()
+def quality(
+    text: Annotated[Path | None, typer.Option(help="A text in UTF-8; without it a fixed one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="Take this config file's first model, not the default one.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="none, int8 or int4.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    engine: Annotated[str | None, typer.Option(help="auto, native or torch.")] = None,
+) -> None:
+    """How far the engine's probabilities are from those of the same weights in float32."""
+    from benchmarks.figures import table
+    from benchmarks.workload import BenchmarkError
+    from engine_actor.loading.source import LoadError
+    from serve_app.settings import ConfigError
+
+    overrides = {"dtype": dtype, "quantization": quantization, "threads": threads, "engine": engine}
+    try:
+        report = _quality(text, _model_settings(config, overrides, {}))
+    except (BenchmarkError, ConfigError, LoadError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(report) if as_json else table(report))
+
+
+@app.command()
 def sampling(
     rows: Annotated[int, typer.Option(help="Rows of the step, all with the same setting.", min=1)] = 32,
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary.", min=100)] = 49152,
@@ -228,6 +255,43 @@ def _run(
         runs.append(run_workload(built, requests))
     _write_dump(dump, [request.token_ids for request in median_run(runs).requests])
     return figures(built, requests, runs)
+
+
+def _quality(text: Path | None, model: ModelSettings) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from benchmarks.quality import PAGES, default_text, quality
+    from benchmarks.workload import BenchmarkError
+    from engine_actor.build import build_engine
+    from engine_actor.loading.source import resolve_source
+    from serve_app.engine import engine_options
+    from serve_app.text.load import load_tokenizer
+
+    if model.engine == "stub":
+        raise BenchmarkError("the stub has no model whose quality could be measured")
+    try:
+        content = default_text() if text is None else text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchmarkError(f"{text}: cannot be read: {error}") from None
+    tokens = load_tokenizer(resolve_source(model.source, model.revision)).encode_text(content)
+    if len(tokens) < 2:
+        raise BenchmarkError(f"{text}: at least two tokens are needed")
+    options = replace(
+        engine_options(model, _device(model)), kv_pages=PAGES, kv_bytes=None, max_model_len=None
+    )
+    float32 = replace(options, engine="torch", dtype="float32", quantization="none", attention="auto")
+    try:
+        built, exact = build_engine(options), build_engine(float32)
+    except ValueError as error:
+        raise BenchmarkError(str(error)) from None
+    assert built.executor is not None and exact.executor is not None
+
+    def progress(done: int) -> None:
+        typer.echo(f"{done} of {len(tokens)} tokens", err=True)
+
+    figures = quality(built.executor, exact.executor, tokens, progress)
+    info = built.runner.info
+    return figures | {name: getattr(info, name) for name in ("executor", "dtype", "quantization")}
 
 
 def _device(model: ModelSettings) -> Literal["cpu", "cuda"]:

@@ -11,6 +11,7 @@ from engine_actor.build import BuiltEngine
 from engine_actor.loop import EngineLoop, StepOutcome
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.scheduler import Scheduler
+from engine_actor.step import StepRecord
 from engine_actor.step_control import StepControl
 
 
@@ -33,6 +34,8 @@ class RunLog:
     scheduler_seconds: float = 0.0
     model_seconds: float = 0.0
     preemptions: int = 0
+    records: list[StepRecord] = field(default_factory=list)
+    part_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -49,6 +52,7 @@ def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog
     """
     scheduler = Scheduler(built.scheduler, built.runner.num_pages)
     recorder = _Recorder(requests)
+    before = built.executor.part_seconds if built.executor is not None else {}
     loop = EngineLoop(
         scheduler, built.runner, StepControl(scheduler), recorder.on_outcome, recorder.on_failure
     )
@@ -74,6 +78,9 @@ def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog
     if recorder.failure is not None:
         raise BenchmarkError(recorder.failure)
     recorder.log.preemptions = scheduler.preemptions
+    if built.executor is not None:
+        after = built.executor.part_seconds
+        recorder.log.part_seconds = {name: after[name] - before[name] for name in after}
     return recorder.log
 
 
@@ -94,6 +101,7 @@ class _Recorder:
         now = time.monotonic() - self.started
         if outcome.record is not None and outcome.result is not None:
             self.log.steps += 1
+            self.log.records.append(outcome.record)
             self.log.scheduler_seconds += outcome.scheduler_seconds
             self.log.model_seconds += outcome.result.model_seconds
         for row in outcome.rows:

@@ -43,6 +43,8 @@ def figures(
         "steps": run.steps,
         "scheduler_ms_per_step": _round(run.scheduler_seconds / run.steps * 1e3),
         "model_ms_per_step": _round(run.model_seconds / run.steps * 1e3),
+        "model_parts": {name: _round(part / run.model_seconds) for name, part in run.part_seconds.items()},
+        "roofline": _roofline(built, run, output_tokens),
         "dtype": info.dtype,
         "quantization": info.quantization,
         "attention_backend": info.attention_backend,
@@ -59,6 +61,22 @@ def figures(
     }
 
 
+def _roofline(built: BuiltEngine, run: RunLog, output_tokens: int) -> dict[str, Any] | None:
+    """None where the machine's ceilings can not be measured, or the type is one they are not measured for."""
+    info = built.runner.info
+    if built.model is None or info.device != "cpu" or info.dtype != "bfloat16":
+        return None
+    from benchmarks.roofline import Roofline
+    from engine_actor.native.build import NativeUnavailable
+    from engine_actor.native.ceilings import measure_ceilings
+
+    try:
+        ceilings = measure_ceilings(info.threads)
+    except NativeUnavailable:
+        return None
+    return Roofline(built.model, info.quantization, ceilings).report(run.records, run.seconds, output_tokens)
+
+
 def table(report: dict[str, Any]) -> str:
     """The report for people: a figure a line."""
     lines = []
@@ -71,6 +89,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _inline(value: Any) -> str:
+    if value == {}:
+        return "-"
     if isinstance(value, dict):
         return "  ".join(
             f"{key} ({_inline(part)})" if isinstance(part, dict) else f"{key} {_inline(part)}"

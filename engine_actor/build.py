@@ -13,6 +13,7 @@ from engine_actor.scheduler import SchedulerConfig
 if TYPE_CHECKING:
     from engine_actor.attention.select import AttentionChoice
     from engine_actor.loading.checkpoint import Checkpoint
+    from engine_actor.loading.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,13 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """A runner with the limits that fit it."""
+    """A runner with the limits that fit it. `executor` and `model` are None for the stub."""
 
     runner: Runner
     scheduler: SchedulerConfig
     vocab_size: int
+    executor: Executor | None = None
+    model: ModelConfig | None = None
 
 
 def build_engine(options: EngineOptions) -> BuiltEngine:
@@ -126,7 +129,11 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
             executor.info = replace(executor.info, fallback_reason="; ".join(reasons))
     config = checkpoint.config
     return BuiltEngine(
-        ModelRunner(executor), _limits(options, config.max_position_embeddings), config.vocab_size
+        ModelRunner(executor),
+        _limits(options, config.max_position_embeddings),
+        config.vocab_size,
+        executor,
+        config,
     )
 
 

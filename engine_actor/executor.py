@@ -80,11 +80,6 @@ class Runner(ABC):
     num_pages: int
     graphs: GraphCounters | None = None
 
-    @property
-    def part_seconds(self) -> dict[str, float]:
-        """Those of the executor."""
-        return {}
-
     @abstractmethod
     def run(self, record: StepRecord) -> StepResult:
         """Execute and sample one step. Called from one thread only."""

@@ -22,10 +22,6 @@ class ModelRunner(Runner):
         self.num_pages = executor.num_pages
         self.graphs = executor.graphs
 
-    @property
-    def part_seconds(self) -> dict[str, float]:
-        return self._executor.part_seconds
-
     @torch.inference_mode()
     def run(self, record: StepRecord) -> StepResult:
         started = time.perf_counter()

@@ -36,6 +36,7 @@ _SIGNATURES = {
     "evenhand_rope_angles": [_int, _pointer, _int, _pointer, _pointer],
     "evenhand_rope_store": [*[_pointer] * 4, _int, *[_pointer] * 3],
     "evenhand_attention": [*[_pointer] * 7, _int],
+    "evenhand_ceilings": [_pointer, ctypes.c_int64, _pointer, _pointer, _pointer, _int],
 }
 
 

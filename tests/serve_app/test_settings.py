@@ -76,8 +76,8 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         f"{ARGS}.models[0].tensor_parallel: 2 is not allowed; allowed: 1",
     ),
     (
-        lambda d: model_of(d).update(quantization="int8"),
-        f"{ARGS}.models[0].quantization: 'int8' is not allowed; allowed: none",
+        lambda d: model_of(d).update(quantization="int3"),
+        f"{ARGS}.models[0].quantization: 'int3' is not allowed; allowed: none, int8, int4",
     ),
     (
         lambda d: model_of(d).update(attention="flash"),
