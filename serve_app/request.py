@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_actor.executor import PAGE_SIZE
-from engine_actor.request import EngineRequest, RequestUsage, SamplingParams
+from engine_actor.request import EngineRequest, RequestUsage, SamplingParams, TokenLogprob
 from policies.page_hashes import page_hashes
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.api.endpoints import ParsedRequest
@@ -31,6 +31,7 @@ from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
 from serve_app.text.text_stream import TextStream
+from serve_app.text.token_entries import PromptEcho, TokenEntry
 from tenancy.directory import Identity
 from tenancy.quota import Demand, Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 
@@ -46,12 +47,18 @@ _ASK_AGAIN_SECONDS = 0.05
 
 @dataclass
 class Sequence:
-    """One choice of the answer: its prompt, and what has come of it so far."""
+    """One choice of the answer: its prompt, and what has come of it so far.
+
+    `echo` is the prompt while it is still to be put before the answer.
+    """
 
     index: int
     prompt: list[int]
     stream: TextStream
+    echo: PromptEcho | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
     usage: RequestUsage = field(default_factory=RequestUsage)
     finish_reason: str | None = None
 
@@ -60,19 +67,21 @@ class Sequence:
         """Tokens generated, those after a stop string excepted."""
         return self.stream.tokens
 
-    def restart(self, stream: TextStream) -> None:
+    def restart(self, stream: TextStream, echo: PromptEcho | None) -> None:
         """Forget a run that was lost. Its tokens were never sent."""
-        self.stream, self.text = stream, []
+        self.stream, self.echo, self.prompt_logprobs, self.text, self.entries = stream, echo, [], [], []
         self.usage, self.finish_reason = RequestUsage(), None
 
 
 @dataclass(frozen=True)
 class TextEvent:
-    """New text of one choice after one step; `finish_reason` with its last."""
+    """New text of one choice after one step, and its new tokens with log probabilities; `finish_reason` with its
+    last."""
 
     index: int
     text: str
     finish_reason: str | None
+    entries: list[TokenEntry] = field(default_factory=list)
 
 
 class RequestLife:
@@ -106,7 +115,8 @@ class RequestLife:
         self._channel: EngineChannel | None = None
         self._mailbox: Mailbox | None = None
         self._sequences = [
-            Sequence(index, prompt, self._text_stream()) for index, prompt in enumerate(self._expand())
+            Sequence(index, prompt, self._text_stream(), self._echo(index))
+            for index, prompt in enumerate(self._expand())
         ]
         record.sequences = len(self._sequences)
         record.stream = parsed.stream
@@ -169,7 +179,12 @@ class RequestLife:
         async for _ in self._events(on_grant=None):
             pass
         choices = [
-            Choice(sequence.index, "".join(sequence.text), _api_reason(sequence.finish_reason))
+            Choice(
+                sequence.index,
+                "".join(sequence.text),
+                _api_reason(sequence.finish_reason),
+                sequence.entries if self._wants_logprobs else None,
+            )
             for sequence in self._sequences
         ]
         await connection.send_json(200, self._parsed.builder.full(choices, self.usage()), self.headers)
@@ -193,8 +208,9 @@ class RequestLife:
                     first = builder.first(event.index)
                     if first is not None:
                         chunks.append(first)
-                if event.text:
-                    chunks.append(builder.delta(event.index, event.text))
+                if event.text or event.entries:
+                    entries = event.entries if self._wants_logprobs else None
+                    chunks.append(builder.delta(event.index, event.text, entries))
                 if event.finish_reason is not None:
                     chunks.append(builder.finish(event.index, _api_reason(event.finish_reason)))
             if builder.continuous_usage:
@@ -233,7 +249,7 @@ class RequestLife:
                     ) from None
                 logger.info("request %s is run again: its engine was lost", self.id)
                 for sequence in self._sequences:
-                    sequence.restart(self._text_stream())
+                    sequence.restart(self._text_stream(), self._echo(sequence.index))
 
     async def _enter(self, asked_at: float) -> Grant:
         """Step 4: wait for this tenant's turn."""
@@ -308,7 +324,14 @@ class RequestLife:
                     raise ApiError("internal_error", "The engine could not compute this request.")
                 if row.finish_reason == "abort":
                     raise EngineLostError("the engine gave the request up")
-                text, stopped = sequence.stream.feed(row.token_ids)
+                sequence.prompt_logprobs += row.prompt_logprobs
+                if not row.token_ids and row.finish_reason is None:
+                    continue
+                taken = sequence.stream.tokens
+                text, stopped = sequence.stream.feed(row.token_ids, ends=row.finish_reason == "stop")
+                entries = self._entries(sequence, row.logprobs, taken)
+                if sequence.echo is not None:
+                    text, sequence.echo = sequence.echo.text + text, None
                 if row.finish_reason is None and stopped:
                     self._channel.abort([(row.request, row.attempt)])
                 elif row.finish_reason is not None:
@@ -316,11 +339,12 @@ class RequestLife:
                 reason = "stop" if sequence.stream.stopped else row.finish_reason
                 if text:
                     sequence.text.append(text)
+                sequence.entries += entries
                 sequence.finish_reason = reason
                 if row.token_ids:
                     self.record.token_sent(self.record.now_ms(), sequence.index)
-                if text or reason is not None:
-                    events.append(TextEvent(sequence.index, text, reason))
+                if text or entries or reason is not None:
+                    events.append(TextEvent(sequence.index, text, reason, entries))
             if events:
                 yield events
 
@@ -333,7 +357,7 @@ class RequestLife:
             if not self.complete:
                 accounted = await self._stop_engine()
             self._channel.close(self._mailbox)
-        if self.complete:
+        if self.complete and self._parsed.max_tokens:
             for sequence in self._sequences:
                 self._pool.output_length.observe(self._tenant.id, sequence.output_tokens)
         record = self.record
@@ -417,7 +441,29 @@ class RequestLife:
         return page_hashes(self._namespace, prompts[0], PAGE_SIZE) if len(prompts) == 1 else ()
 
     def _text_stream(self) -> TextStream:
-        return self._pool.text.stream(self._parsed.stop)
+        return self._pool.text.stream(self._parsed.stop, self._parsed.sampling.min_tokens)
+
+    def _echo(self, index: int) -> PromptEcho | None:
+        echoes = self._parsed.echoes
+        return None if echoes is None else echoes[index // self._parsed.n]
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self._parsed.sampling.logprobs is not None
+
+    def _entries(
+        self, sequence: Sequence, logprobs: tuple[TokenLogprob, ...], taken: int
+    ) -> list[TokenEntry]:
+        """Entries of new output tokens, `taken` of them known before; those of the prompt before the first."""
+        if not self._wants_logprobs:
+            return []
+        echo = self._echo(sequence.index)
+        shift = 0 if echo is None else len(echo.text)
+        offsets = [shift + offset for offset in sequence.stream.offsets[taken:]]
+        entries = self._pool.text.entries(logprobs, offsets)
+        if sequence.echo is not None:
+            entries = sequence.echo.entries(sequence.prompt_logprobs) + entries
+        return entries
 
     def _sampling(self, index: int) -> SamplingParams:
         """The parameters of one choice: with a seed given, each choice of a prompt has its own."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_actor.request import SamplingParams
 from serve_app.api.errors import context_length_exceeded, invalid_request
 from serve_app.api.responses import ChatResponses, CompletionResponses, ResponseBuilder
 from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
 from serve_app.text.model_text import ModelText
+from serve_app.text.token_entries import PromptEcho
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ParsedRequest:
     builder: ResponseBuilder
     max_tokens_given: bool = True
     """Whether the client set the limit itself."""
+    echoes: list[PromptEcho] | None = None
+    """Each prompt as text, where the answer is to begin with it."""
 
     @property
     def max_tokens(self) -> int:
@@ -61,7 +64,15 @@ def parse_completion(body: CompletionRequest, text: ModelText, max_model_len: in
         body.include_usage,
         body.continuous_usage,
     )
-    return _parse(body, prompts, "prompt", "max_tokens", builder, text, max_model_len)
+    parsed = _parse(body, prompts, "prompt", "max_tokens", builder, text, max_model_len)
+    if not body.echo:
+        return parsed
+    echoes = [
+        text.echo(ids, prompt if isinstance(prompt, str) else None)
+        for ids, prompt in zip(prompts, body.prompts, strict=True)
+    ]
+    sampling = replace(parsed.sampling, prompt_logprobs=body.likeliest)
+    return replace(parsed, sampling=sampling, echoes=echoes)
 
 
 def _parse(
@@ -76,7 +87,7 @@ def _parse(
     longest = max(len(prompt) for prompt in prompts)
     room = max_model_len - longest
     asked = body.output_limit
-    if room < 1:
+    if room < (1 if asked is None else min(1, asked)):
         raise context_length_exceeded(max_model_len, longest, asked or 1, prompt_field)
     if limit_field not in body.model_fields_set and asked is not None:
         asked = min(asked, room)  # a default, not a wish
@@ -89,6 +100,14 @@ def _parse(
         top_p=body.top_p,
         seed=body.seed,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
+        logprobs=body.likeliest,
     )
+    text.check_ids(body.biased_token_ids, "logit_bias")
+    text.check_ids(body.stop_token_ids, "stop_token_ids")
+    if body.min_tokens > sampling.max_tokens:
+        raise invalid_request(
+            f"min_tokens: must be at most {limit_field}, {sampling.max_tokens} here.", "min_tokens"
+        )
+    sampling = replace(sampling, **body.into(sampling))
     given = limit_field in body.model_fields_set and asked is not None
     return ParsedRequest(prompts, sampling, body.stop, body.n, body.stream, builder, given)

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from serve_app.api.logprobs import chat_logprobs, completion_logprobs
+from serve_app.text.token_entries import TokenEntry
+
 ApiFinishReason = Literal["stop", "length"]
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -42,11 +45,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class Choice:
-    """One finished sequence. With n choices for each prompt the index is prompt * n + choice."""
+    """One finished sequence. With n choices for each prompt the index is prompt * n + choice.
+
+    `entries` are its tokens with their log probabilities, None where those are not wanted.
+    """
 
     index: int
     text: str
     finish_reason: ApiFinishReason
+    entries: Sequence[TokenEntry] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,8 @@ class ResponseBuilder(ABC):
         """The chunk that opens a choice, None where the endpoint has no such chunk."""
 
     @abstractmethod
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        """New text of a choice."""
+    def delta(self, index: int, text: str, entries: Sequence[TokenEntry] | None = None) -> dict[str, Any]:
+        """New text of a choice, maybe none, and its new tokens where log probabilities are wanted."""
 
     @abstractmethod
     def finish(self, index: int, reason: ApiFinishReason) -> dict[str, Any]:
@@ -111,7 +118,7 @@ class ChatResponses(ResponseBuilder):
                 {
                     "index": choice.index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": None,
+                    "logprobs": None if choice.entries is None else chat_logprobs(choice.entries),
                     "finish_reason": choice.finish_reason,
                 }
                 for choice in choices
@@ -122,8 +129,8 @@ class ChatResponses(ResponseBuilder):
     def first(self, index: int) -> dict[str, Any]:
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._delta(index, {"content": text}, None)
+    def delta(self, index: int, text: str, entries: Sequence[TokenEntry] | None = None) -> dict[str, Any]:
+        return self._delta(index, {"content": text}, None, entries)
 
     def finish(self, index: int, reason: ApiFinishReason) -> dict[str, Any]:
         return self._delta(index, {}, reason)
@@ -131,8 +138,15 @@ class ChatResponses(ResponseBuilder):
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk("chat.completion.chunk", [], usage)
 
-    def _delta(self, index: int, delta: dict[str, str], reason: ApiFinishReason | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, str],
+        reason: ApiFinishReason | None,
+        entries: Sequence[TokenEntry] | None = None,
+    ) -> dict[str, Any]:
+        logprobs = None if entries is None else chat_logprobs(entries)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._chunk("chat.completion.chunk", [choice])
 
 
@@ -142,15 +156,18 @@ class CompletionResponses(ResponseBuilder):
     def full(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         body = self._body(
             "text_completion",
-            [_text_choice(choice.index, choice.text, choice.finish_reason) for choice in choices],
+            [
+                _text_choice(choice.index, choice.text, choice.finish_reason, choice.entries)
+                for choice in choices
+            ],
         )
         return {**body, "usage": usage.to_dict()}
 
     def first(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk("text_completion", [_text_choice(index, text, None)])
+    def delta(self, index: int, text: str, entries: Sequence[TokenEntry] | None = None) -> dict[str, Any]:
+        return self._chunk("text_completion", [_text_choice(index, text, None, entries)])
 
     def finish(self, index: int, reason: ApiFinishReason) -> dict[str, Any]:
         return self._chunk("text_completion", [_text_choice(index, "", reason)])
@@ -159,8 +176,11 @@ class CompletionResponses(ResponseBuilder):
         return self._chunk("text_completion", [], usage)
 
 
-def _text_choice(index: int, text: str, reason: ApiFinishReason | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(
+    index: int, text: str, reason: ApiFinishReason | None, entries: Sequence[TokenEntry] | None = None
+) -> dict[str, Any]:
+    logprobs = None if entries is None else completion_logprobs(entries)
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 @dataclass(frozen=True)

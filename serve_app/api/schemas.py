@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from serve_app.api.body import Body
 from serve_app.api.errors import quote
 from serve_app.api.json_body import JsonError, load_json
+from serve_app.api.sampling_fields import SamplingFields
 from serve_app.api.unsupported import check_unsupported, refuse
 
 MAX_PROMPTS = 64
@@ -135,7 +136,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class _GenerationRequest(Body):
+class _GenerationRequest(SamplingFields):
     """What both endpoints share. `top_k` 0 switches the filter off (-1 is taken as 0)."""
 
     model: str
@@ -203,20 +204,16 @@ class ChatCompletionRequest(_GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: TokenCount | None = None
-    logprobs: Literal[False] = False
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _no_logprobs(cls, logprobs: Any) -> Any:
-        if logprobs is True:
-            refuse("", "is not supported yet: leave it out or send false")
-        return logprobs
+    echo: bool = False
 
     @model_validator(mode="after")
     def _agree(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None:
-            refuse("top_logprobs", "is only allowed with logprobs, which is not supported yet")
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse("top_logprobs", "is only allowed when logprobs is true")
+        if self.echo:
+            refuse("echo", "is not supported here: /v1/completions has it")
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
@@ -228,6 +225,11 @@ class ChatCompletionRequest(_GenerationRequest):
     def output_limit(self) -> int | None:
         """Most tokens to generate; None: as many as fit the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens come with each log probability; None: no log probabilities are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it."""
@@ -243,15 +245,10 @@ class CompletionRequest(_GenerationRequest):
         Field(alias="prompt"),
         WithJsonSchema({"anyOf": [_TEXT, _IDS, _many(_TEXT, MAX_PROMPTS, 1), _many(_IDS, MAX_PROMPTS, 1)]}),
     ]
-    max_tokens: TokenCount = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] = DEFAULT_COMPLETION_TOKENS
     best_of: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_logprobs(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("logprobs") is not None:
-            refuse("logprobs", "is not supported yet: leave it out")
-        return data
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool = False
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -278,7 +275,14 @@ class CompletionRequest(_GenerationRequest):
     def _best_of_is_n(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             refuse("best_of", "is not supported unless it equals n")
+        if self.max_tokens == 0 and not self.echo:
+            refuse("max_tokens", "must be at least 1; 0 needs echo")
         return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens come with each log probability; None: no log probabilities are wanted."""
+        return self.logprobs
 
     @property
     def output_limit(self) -> int:

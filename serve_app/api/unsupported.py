@@ -7,9 +7,7 @@ from typing import Any, NoReturn
 
 from pydantic_core import PydanticCustomError
 
-_NEUTRAL_PENALTY = (0, 0.0)
 _TEXT_ONLY = "is not supported: this server answers in plain text only"
-_PENALTIES = "is not supported yet: leave it out or send 0"
 _STRUCTURED = "is not supported yet: output cannot be constrained to a schema or grammar"
 _TEMPLATE = "is not accepted: the chat template comes from the model alone"
 _DECODING = "is not supported: tokens are sampled one sequence at a time"
@@ -25,8 +23,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_kwargs": (({},), _TEMPLATE),
     "continue_final_message": ((False,), "is not supported: the answer is always a new assistant message"),
     "documents": (([],), "is not supported"),
-    "echo": ((False,), "is not supported yet: leave it out or send false"),
-    "frequency_penalty": (_NEUTRAL_PENALTY, _PENALTIES),
     "function_call": (("none",), "is not supported: this server does not call functions"),
     "functions": (([],), "is not supported: this server does not call functions"),
     "guided_choice": ((), _STRUCTURED),
@@ -35,17 +31,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_regex": ((), _STRUCTURED),
     "include_stop_str_in_output": ((False,), "is not supported: a stop string is never part of the output"),
     "length_penalty": ((1, 1.0), _DECODING),
-    "logit_bias": (({},), "is not supported yet: leave it out or send {}"),
-    "min_p": (_NEUTRAL_PENALTY, _PENALTIES),
-    "min_tokens": ((0,), _PENALTIES),
     "modalities": ((["text"],), _TEXT_ONLY),
     "prediction": ((), "is not supported"),
-    "presence_penalty": (_NEUTRAL_PENALTY, _PENALTIES),
-    "prompt_logprobs": ((), "is not supported yet"),
-    "repetition_penalty": ((1, 1.0), "is not supported yet: leave it out or send 1"),
+    "prompt_logprobs": ((), "is not supported: /v1/completions gives them with echo and logprobs"),
     "response_format": (({"type": "text"},), _STRUCTURED),
     "skip_special_tokens": ((True,), "is not supported: control tokens are never part of the output"),
-    "stop_token_ids": (([],), "is not supported yet: use stop"),
     "structured_outputs": ((), _STRUCTURED),
     "suffix": (("",), "is not supported"),
     "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut"),
@@ -60,7 +50,7 @@ def check_unsupported(body: Mapping[str, Any]) -> None:
         if field not in UNSUPPORTED or sent is None:
             continue
         harmless, message = UNSUPPORTED[field]
-        # Types must agree as well: false is not a penalty of 0.
+        # Types must agree as well: false is not 0.
         if not any(type(sent) is type(value) and sent == value for value in harmless):
             refuse(field, message)
     if body.get("tools") not in (None, []) and body.get("tool_choice") != "none":

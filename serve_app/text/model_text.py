@@ -7,10 +7,12 @@ from typing import Any
 
 from engine_actor.loading.read_config import read_model_config
 from engine_actor.loading.source import resolve_source
+from engine_actor.request import TokenLogprob
 from serve_app.api.errors import invalid_request
 from serve_app.text.chat_template import ChatTemplate
 from serve_app.text.load import load_tokenizer
 from serve_app.text.text_stream import TextStream
+from serve_app.text.token_entries import PromptEcho, TokenEntry, token_entries
 from serve_app.text.tokenizer import Tokenizer, byte_tokenizer
 
 
@@ -47,9 +49,17 @@ class ModelText:
         """The text of some ids; control tokens have none."""
         return self._tokenizer.decode(ids)
 
-    def stream(self, stop: Sequence[str]) -> TextStream:
+    def stream(self, stop: Sequence[str], min_tokens: int = 0) -> TextStream:
         """A fresh detokeniser for one choice."""
-        return TextStream(self._tokenizer, stop)
+        return TextStream(self._tokenizer, stop, min_tokens)
+
+    def entries(self, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> list[TokenEntry]:
+        """Log probabilities with the text of their tokens."""
+        return token_entries(self._tokenizer, logprobs, offsets)
+
+    def echo(self, prompt: Sequence[int], text: str | None) -> PromptEcho:
+        """A prompt to show before an answer; `text` is None where it came as token ids."""
+        return PromptEcho(self._tokenizer, prompt, text)
 
 
 def load_model_text(source: str, revision: str | None) -> ModelText:

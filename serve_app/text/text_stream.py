@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.stop_strings import StopChecker
@@ -12,28 +12,41 @@ from serve_app.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one sequence. Streaming or not, the same ids give the same text, however they are batched.
 
-    `tokens` counts the ids up to the one that completed a stop string: what came after it was generated in
-    vain.
+    The text of the first `min_tokens` tokens is not searched for stop strings. `offsets` has an entry per id up to the
+    one that completed a stop string, what came after it was generated in vain: the characters complete before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._checker = StopChecker(stop)
-        self.tokens = 0
+        self._min_tokens = min_tokens
+        self._characters = 0
+        self.offsets: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """Ids taken so far."""
+        return len(self.offsets)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found."""
         return self._checker.matched is not None
 
-    def feed(self, token_ids: Iterable[int]) -> tuple[str, bool]:
-        """New text that can be sent, and whether a stop string has ended the sequence."""
+    def feed(self, token_ids: Sequence[int], *, ends: bool = False) -> tuple[str, bool]:
+        """New text that can be sent, and whether a stop string has ended the sequence.
+
+        `ends`: the last id is the one that ended the generation; it counts, and its text is not shown.
+        """
         pieces = []
-        for token_id in token_ids:
+        last = len(token_ids) - 1 if ends else None
+        for index, token_id in enumerate(token_ids):
             if self.stopped:
                 break
-            self.tokens += 1
-            pieces.append(self._checker.feed(self._detokenizer.feed(token_id)))
+            self.offsets.append(self._characters)
+            text = "" if index == last else self._detokenizer.feed(token_id)
+            self._characters += len(text)
+            pieces.append(text if self.tokens <= self._min_tokens else self._checker.feed(text))
         return "".join(pieces), self.stopped
 
     def finish(self) -> str:

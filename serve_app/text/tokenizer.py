@@ -66,7 +66,7 @@ class Tokenizer:
         self._unused = frozenset(unused)
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.control_tokens = {token.content: index for index, token in added.items() if token.special}
-        self._control_ids = frozenset(self.control_tokens.values())
+        self._control_ids = {index: text for text, index in self.control_tokens.items()}
         # Longest first: a token that contains another one wins.
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -113,6 +113,10 @@ class Tokenizer:
             known = b"" if token is None or token_id in self._unused else self._to_bytes(token)
             self._bytes[token_id] = known
         return known
+
+    def control_spelling(self, token_id: int) -> str | None:
+        """How a control token is written, None for any other token."""
+        return self._control_ids.get(token_id)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as the continuation of some text. Bytes that are not UTF-8 become U+FFFD."""

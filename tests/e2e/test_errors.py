@@ -112,7 +112,12 @@ def test_wrong_json(stub: Any, path: str, body: bytes) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"259": 1}}, "logit_bias"),
+        ({"stop_token_ids": [259]}, "stop_token_ids"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )

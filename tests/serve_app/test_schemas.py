@@ -8,10 +8,14 @@ import pytest
 
 from serve_app.api.body import parse_body
 from serve_app.api.errors import ApiError
+from serve_app.api.sampling_fields import SamplingFields
 from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
 from serve_app.api.unsupported import UNSUPPORTED
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+SAMPLING_FIELDS = tuple(SamplingFields.model_fields)
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
@@ -60,7 +64,15 @@ def test_null_is_absent() -> None:
         "max_tokens",
         "user",
     ]
-    fields += ["service_tier", "max_completion_tokens", "tools", "tool_choice", "logprobs", *UNSUPPORTED]
+    fields += [
+        "service_tier",
+        "max_completion_tokens",
+        "tools",
+        "tool_choice",
+        "logprobs",
+        *SAMPLING_FIELDS,
+        *UNSUPPORTED,
+    ]
     assert chat(**dict.fromkeys(fields)) == chat()
 
 
@@ -82,7 +94,19 @@ def test_null_is_absent() -> None:
         ("model", [1, [], {}]),
         ("messages", [[], {}, "hi", 1]),
         ("top_logprobs", [0, 5, 21, -1]),
-        ("logprobs", [True, 1, "x"]),
+        ("logprobs", [1, 0, "x"]),
+        ("echo", [True, 1, "x"]),
+        ("min_p", [-0.1, 1.1, "0", True]),
+        ("presence_penalty", [-2.1, 2.1, 1e308, "1", True]),
+        ("frequency_penalty", [-2.1, 2.1, "1", True]),
+        ("repetition_penalty", [0, 0.09, -1, 10.1, True]),
+        ("min_tokens", [-1, 1.5, "1", 2**31, True]),
+        ("stop_token_ids", [7, "1", {}, [1] * 65]),
+        (
+            "logit_bias",
+            [[], 1, "x", {"abc": 1}, {"-1": 1}, {"01": 1}, {"1.0": 1}, {"": 1}, {"10000000000": 1}],
+        ),
+        ("logit_bias", [{str(i): 1 for i in range(1025)}]),
         ("tools", [[{"type": "function"}], {}, 1]),
         ("tool_choice", ["required", {"type": "function"}, 1]),
     ],
@@ -105,8 +129,14 @@ def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> 
         ("metadata", [{"a": "b"}]),
         ("some_field_of_next_year", [{"deep": [1]}]),
         ("response_format", [{"type": "text"}]),
-        ("logit_bias", [{}]),
-        ("presence_penalty", [0, 0.0]),
+        ("logit_bias", [{}, {"0": 100, "49151": -100.0}, {str(i): 0 for i in range(1024)}]),
+        ("presence_penalty", [0, 0.0, 2, -2]),
+        ("repetition_penalty", [1, 0.1, 10]),
+        ("min_p", [0, 1, 0.05]),
+        ("min_tokens", [0, 5]),
+        ("stop_token_ids", [[], [0, 5]]),
+        ("logprobs", [True, False]),
+        ("echo", [False]),
         ("tools", [[]]),
         ("tool_choice", ["none", "auto"]),
     ],
@@ -159,9 +189,31 @@ def test_known_but_unsupported_fields_say_so(field: str) -> None:
         chat(**{field: value})
 
 
+def test_a08_a_bad_bias_names_its_token() -> None:
+    for value in (101, -101, 1e308, None, "1", True):
+        assert refused(logit_bias={"5": 1, "7": value}).param == "logit_bias[7]"
+
+
+def test_a_stop_token_that_is_none_is_named() -> None:
+    for value in (-1, 1.5, "1", True, 2**31):
+        assert refused(stop_token_ids=[1, value]).param == "stop_token_ids[1]"
+
+
+def test_a07_log_probabilities() -> None:
+    assert chat().likeliest is None
+    assert chat(logprobs=True).likeliest == chat(logprobs=True, top_logprobs=0).likeliest == 0
+    assert chat(logprobs=True, top_logprobs=20).likeliest == 20
+    assert refused(logprobs=True, top_logprobs=21).param == "top_logprobs"
+    assert refused(logprobs=False, top_logprobs=2).param == "top_logprobs"
+    assert completion().likeliest is None
+    assert [completion(logprobs=count).likeliest for count in (0, 5)] == [0, 5]
+    for value in (6, -1, True, "1"):
+        assert refused(CompletionRequest, logprobs=value).param == "logprobs"
+
+
 def test_completion_only_refusals() -> None:
-    assert refused(CompletionRequest, logprobs=0).param == "logprobs"
-    assert refused(CompletionRequest, echo=True, max_tokens=0).param == "echo"
+    assert refused(CompletionRequest, max_tokens=0).param == "max_tokens"
+    assert completion(max_tokens=0, echo=True).output_limit == 0
     assert refused(CompletionRequest, best_of=2).param == "best_of"
     assert completion(best_of=2, n=2).n == 2
 
