@@ -30,9 +30,9 @@ class SamplingFields(Body):
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] = 1.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
     min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] = 0
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default=[])
 
     @field_validator("logit_bias", mode="before")
     @classmethod
