@@ -187,6 +187,25 @@ def fairqueue(
 
 
 @app.command()
+def gateway(
+    streams: Annotated[int, typer.Option(help="Live streams while it is measured.", min=1)] = 64,
+    probes: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 300,
+    seconds: Annotated[float, typer.Option(help="CPU is measured for so long.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What HTTP, keys, tokens, quota, queue and streaming add to an engine, on the real server with a stub."""
+    from benchmarks.gateway import run
+    from benchmarks.workload import BenchmarkError
+
+    try:
+        report = run(streams, probes, seconds)
+    except BenchmarkError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(report) if as_json else yaml.safe_dump(report, sort_keys=False))
+
+
+@app.command()
 def scheduler(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     running: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 256,

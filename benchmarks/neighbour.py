@@ -144,8 +144,8 @@ def run(config: dict[str, Any], policies: list[str], load: Load, seconds: float)
     application = config["applications"][0]
     for policy in policies:
         application["args"]["models"][0]["scheduler"]["policy"] = policy
-        with running_server(config) as base_url:
-            results[policy] = asyncio.run(_measure(base_url, load, seconds, seed=1))
+        with running_server(config) as server:
+            results[policy] = asyncio.run(_measure(server.base_url, load, seconds, seed=1))
     return {
         "aggressor": {"in_flight": load.in_flight, "input": load.input_tokens, "output": load.output_tokens},
         "victim": {"input": CHECK_INPUT, "output": CHECK_OUTPUT, "every_s": CHECK_INTERVAL_SECONDS},

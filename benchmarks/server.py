@@ -12,9 +12,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks.workload import BenchmarkError
@@ -23,9 +25,22 @@ START_SECONDS = 180.0
 STOP_SECONDS = 40.0
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """`directory` holds its files: the data directory is `data` in it."""
+
+    port: int
+    process: psutil.Process
+    directory: Path
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
 @contextmanager
-def running_server(config: dict[str, Any]) -> Iterator[str]:
-    """Run `evenhand serve` on a config with a port and a data directory of its own; gives the base URL.
+def running_server(config: dict[str, Any]) -> Iterator[RunningServer]:
+    """Run `evenhand serve` on a config with a port and a data directory of its own.
 
     Raises BenchmarkError when it does not get ready.
     """
@@ -58,7 +73,7 @@ def running_server(config: dict[str, Any]) -> Iterator[str]:
                         f"the server did not start: {log.read_text(errors='replace')[-2000:]}"
                     )
                 time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
+            yield RunningServer(port, psutil.Process(process.pid), directory)
         finally:
             process.send_signal(signal.SIGINT)
             try:

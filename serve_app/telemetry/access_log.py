@@ -61,6 +61,7 @@ def entry(record: RequestRecord) -> dict[str, object]:
         "queue_ms": _rounded(record.queue_ms),
         "ttft_ms": _rounded(record.first_token_ms),
         "e2e_ms": _rounded(record.finished_ms),
+        "stages_ms": {name: _rounded(value) for name, value in record.stages_ms().items()},
     }
 
 

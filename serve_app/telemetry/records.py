@@ -149,6 +149,27 @@ class RequestRecord:
         left = self.granted_ms if self.granted_ms is not None else self.finished_ms
         return None if left is None else max(0.0, left - self.enqueued_ms)
 
+    def stages_ms(self) -> dict[str, float | None]:
+        """How long each stage up to the engine took, and the engine's own time to the first token.
+
+        None for a stage that was not reached. Between stages nothing happens but waiting for this process.
+        """
+        marks = {
+            "auth": (0.0, self.authenticated_ms),
+            "tokenise": (self.authenticated_ms, self.validated_ms),
+            "reserve": (self.validated_ms, self.reserved_ms),
+            "queue": (self.enqueued_ms, self.granted_ms),
+            "submit": (self.granted_ms, self.submitted_ms),
+        }
+        stages = {
+            name: None if begin is None or end is None else end - begin
+            for name, (begin, end) in marks.items()
+        }
+        first = [
+            t.timings.first_token_ms for t in self.engine_timings if t.timings.first_token_ms is not None
+        ]
+        return {**stages, "engine": min(first, default=None)}
+
     @property
     def time_per_output_token_ms(self) -> float | None:
         """Mean gap after the first token, of a mean sequence; None if none can have had a second token."""

@@ -96,7 +96,9 @@ def test_retry_advice_is_never_zero_nor_missing() -> None:
 @pytest.mark.parametrize(("status", "code"), CASES)
 def test_a_retry_that_cannot_help_is_said_to_be_one(status: int, code: str) -> None:
     expected = (
-        "false" if code in ("budget_exceeded", "deadline_unattainable", "idempotency_conflict") else None
+        "false"
+        if code in ("budget_exceeded", "conflict", "deadline_unattainable", "idempotency_conflict")
+        else None
     )
     assert ApiError(code, "words").headers().get("x-should-retry") == expected
 

@@ -21,6 +21,7 @@ def record(**fields: object) -> RequestRecord:
         request="r1", route="/v1/chat/completions", started_wall_ns=1_700_000_000_123_456_789
     )
     result.tenant, result.model, result.key_fingerprint = "alpha", "tiny", "fp12"
+    result.authenticated_ms = 0.25
     result.enqueued_ms, result.granted_ms, result.first_token_ms = 1.0, 3.5, 40.12345
     result.usage = RequestUsage(computed_input=74, cached_input=16, output=5)
     result.outcome, result.status, result.finished_ms, result.finish_reasons = "ok", 200, 95.0, ["stop"]
@@ -55,6 +56,14 @@ def test_one_object_a_line() -> None:
         "queue_ms": 2.5,
         "ttft_ms": 40.123,
         "e2e_ms": 95.0,
+        "stages_ms": {
+            "auth": 0.25,
+            "tokenise": None,
+            "reserve": None,
+            "queue": 2.5,
+            "submit": None,
+            "engine": None,
+        },
     }
 
 
