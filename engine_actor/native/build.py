@@ -34,8 +34,9 @@ _SIGNATURES = {
     "evenhand_quantise_row": [_pointer, _int, _int, _pointer, _pointer, _pointer],
     "evenhand_rms_norm_row": [_pointer, _pointer, ctypes.c_float, _int, _pointer],
     "evenhand_rope_angles": [_int, _pointer, _int, _pointer, _pointer],
-    "evenhand_rope_store": [*[_pointer] * 4, _int, *[_pointer] * 3],
-    "evenhand_attention": [*[_pointer] * 7, _int],
+    "evenhand_add_rms_norm_row": [_pointer, _pointer, ctypes.c_float, _int, _pointer],
+    "evenhand_rope_store": [*[_pointer] * 5, _int, *[_pointer] * 3],
+    "evenhand_attention": [_pointer, _pointer, _int, ctypes.c_float, *[_pointer] * 5, _int],
     "evenhand_ceilings": [_pointer, ctypes.c_int64, _pointer, _pointer, _pointer, _int],
 }
 

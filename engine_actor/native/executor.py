@@ -10,6 +10,7 @@ import torch
 from engine_actor.attention.base import token_positions, token_slots
 from engine_actor.executor import Executor, ExecutorInfo
 from engine_actor.loading.checkpoint import Checkpoint
+from engine_actor.models.layers import softcap
 from engine_actor.native.build import load_library
 from engine_actor.native.memory import zeros
 from engine_actor.native.weights import PackedModel, check_shape
@@ -111,9 +112,13 @@ class NativeExecutor(Executor):
         if size > len(self._logits):
             self._logits = zeros((size,), torch.float32)
         self._run(arrays.struct, logits=self._logits.data_ptr())
-        return self._logits[:size].view(-1, self._model.config.vocab_size)
+        logits = self._logits[:size].view(-1, self._model.config.vocab_size)
+        cap = self._model.config.logit_softcap
+        return logits if cap is None else softcap(logits, cap)
 
-    def execute_greedy(self, record: StepRecord) -> Int32:
+    def execute_greedy(self, record: StepRecord) -> Int32 | None:
+        if self._model.config.logit_softcap is not None:
+            return None  # capping can make logits equal
         arrays = StepArrays(record)
         highest = np.empty(arrays.struct.num_logits, np.int32)
         self._run(arrays.struct, highest=highest.ctypes.data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import torch
@@ -35,28 +34,34 @@ class Activations(ctypes.Structure):
     _fields_ = [(name, _pointer) for name in ("values", "bytes", "scales", "sums")]
 
 
+class HeadNorms(ctypes.Structure):
+    _fields_ = [("q", _pointer), ("k", _pointer), ("eps", ctypes.c_float)]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [
-        ("input_norm", _pointer),
+        ("before_attention", _pointer),
         ("qkv", Weight),
-        ("qkv_bias", _pointer),
+        *((name, _pointer) for name in ("qkv_bias", "q_norm", "k_norm")),
         ("output", Weight),
-        ("post_attention_norm", _pointer),
+        *((name, _pointer) for name in ("after_attention", "before_mlp")),
         ("gate_up", Weight),
         ("down", Weight),
+        ("after_mlp", _pointer),
+        *((name, _int) for name in ("window", "local")),
     ]
 
 
 class Model(ctypes.Structure):
     _fields_ = [
         ("heads", Heads),
-        *((name, _int) for name in ("num_layers", "hidden", "inner", "vocab", "num_pages")),
-        ("eps", ctypes.c_float),
+        *((name, _int) for name in ("num_layers", "hidden", "inner", "vocab", "num_pages", "gelu")),
+        *((name, ctypes.c_float) for name in ("eps", "embedding_scale", "attention_scale")),
         ("layers", _pointer),
         ("norm", _pointer),
         ("embedding", _pointer),
         ("lm_head", Weight),
-        *((name, _pointer) for name in ("frequencies", "keys", "values")),
+        *((name, _pointer) for name in ("frequencies", "local_frequencies", "keys", "values")),
     ]
 
 
@@ -72,21 +77,6 @@ def check_shape(config: ModelConfig, quantization: str) -> None:
             raise NativeUnavailable(f"the {name} {size} is not a multiple of {LANES}")
     if config.head_dim > MAX_HEAD_DIM:
         raise NativeUnavailable(f"the head size {config.head_dim} is above {MAX_HEAD_DIM}")
-    missing = {
-        "norms of query and key heads": config.qk_norm,
-        "norms behind attention and MLP": config.post_norms,
-        "an offset of norm weights": config.norm_offset != 0.0,
-        f"the activation {config.activation}": config.activation != "silu",
-        "scaled embeddings": config.embedding_scale != 1.0,
-        "an attention scale of its own": not math.isclose(config.attention_scale, config.head_dim**-0.5),
-        "sliding windows": bool(config.sliding_layers),
-        "capped logits": config.logit_softcap is not None,
-    }
-    absent = [feature for feature, needed in missing.items() if needed]
-    if absent:
-        raise NativeUnavailable(
-            f"{config.architecture} needs what the kernels do not have: {', '.join(absent)}"
-        )
     if quantization == "none":
         return
     inputs = {
@@ -124,35 +114,51 @@ class PackedModel:
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             num_pages=num_pages,
+            gelu=config.activation == "gelu_tanh",
             eps=config.rms_norm_eps,
+            embedding_scale=config.embedding_scale,
+            attention_scale=config.attention_scale,
             layers=ctypes.addressof(layers),
-            norm=self._arena.keep(self._weights.read("model.norm.weight").float()),
+            norm=self._norm("model.norm"),
             embedding=None if tied else self._arena.keep(embedding.bfloat16()),
             lm_head=self._weight(embedding if tied else self._weights.read(OUTPUT), output_format),
             frequencies=self._arena.keep(rope_frequencies(config, factors)),
+            local_frequencies=self._arena.keep(rope_frequencies(config, factors, local=True)),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
         )
         self._kept: tuple[Any, ...] = (layers, keys, values)  # what the pointers point to, beside the arena
 
     def _layer(self, index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        read, form = self._weights.read, self._layer_format
-        attention = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-        biases = [f"{name}.bias" for name in attention]
+        config, form, read = self.config, self._layer_format, self._weights.read
+        prefix, attention = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
         bias = None
-        if biases[0] in self._weights.shapes:
-            bias = self._arena.keep(torch.cat([read(name) for name in biases]).float())
-        gate_up = interleave(*(read(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")))
+        if config.qkv_bias:
+            bias = self._arena.keep(
+                torch.cat([read(f"{attention}{name}_proj.bias") for name in "qkv"]).float()
+            )
+        # Where norms follow attention and MLP too, the name of the second Llama norm is the first of those.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
         return Layer(
-            input_norm=self._arena.keep(read(prefix + "input_layernorm.weight").float()),
-            qkv=self._weight(torch.cat([read(f"{name}.weight") for name in attention]), form),
+            before_attention=self._norm(prefix + "input_layernorm"),
+            qkv=self._weight(torch.cat([read(f"{attention}{name}_proj.weight") for name in "qkv"]), form),
             qkv_bias=bias,
-            output=self._weight(read(prefix + "self_attn.o_proj.weight"), form),
-            post_attention_norm=self._arena.keep(read(prefix + "post_attention_layernorm.weight").float()),
-            gate_up=self._weight(gate_up, form),
+            q_norm=self._norm(attention + "q_norm") if config.qk_norm else None,
+            k_norm=self._norm(attention + "k_norm") if config.qk_norm else None,
+            output=self._weight(read(attention + "o_proj.weight"), form),
+            after_attention=self._norm(prefix + "post_attention_layernorm") if config.post_norms else None,
+            before_mlp=self._norm(prefix + before_mlp),
+            gate_up=self._weight(
+                interleave(*(read(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up"))), form
+            ),
             down=self._weight(read(prefix + "mlp.down_proj.weight"), form),
+            after_mlp=self._norm(prefix + "post_feedforward_layernorm") if config.post_norms else None,
+            window=config.window(index) or 0,
+            local=index in config.sliding_layers,
         )
+
+    def _norm(self, name: str) -> int:
+        return self._arena.keep(self._weights.read(f"{name}.weight").float() + self.config.norm_offset)
 
     def _weight(self, weight: torch.Tensor, form: int) -> Weight:
         return weight_struct(pack(weight, form), self._arena)

@@ -101,6 +101,40 @@ def test_a_mixed_step_equals_torch(
             assert relative(logits, expected) < 0.03
 
 
+QWEN3 = {"architecture": "Qwen3ForCausalLM", "qk_norm": True}
+GEMMA3 = {
+    "architecture": "Gemma3ForCausalLM",
+    "qk_norm": True,
+    "post_norms": True,
+    "norm_offset": 1.0,
+    "activation": "gelu_tanh",
+    "embedding_scale": 8.0,
+    "query_scalar": 24.0,
+    "sliding_window": 40,
+    "sliding_layers": (0, 1),
+    "local_rope_theta": 1000.0,
+    "logit_softcap": 5.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("family", [{"qkv_bias": True}, QWEN3, GEMMA3])
+def test_families_equal_torch(make_record, make_row, family: dict[str, Any]) -> None:
+    checkpoint = random_checkpoint(config(4, 2, 16, **family))
+    native = NativeExecutor(checkpoint, num_pages=40, threads=2)
+    exact = TorchExecutor(checkpoint, dtype="float32", num_pages=40, threads=2)
+    tokens, pages = prompt(140, 1), range(1, 10)
+    for record in (
+        make_record(make_row(tokens[:100], pages, more=True), make_row(tokens[:5], [20])),
+        make_record(make_row(tokens[100:], pages, start=100), make_row([7], [20], start=5)),
+    ):
+        assert relative(native.execute(record), exact.execute(record)) < 0.03
+    whole = native.execute(make_record(make_row(tokens, range(21, 30)))).clone()
+    for start in range(0, 140, 37):
+        last = native.execute(make_record(make_row(tokens[start : start + 37], range(30, 39), start=start)))
+    assert torch.equal(last, whole)
+
+
 def test_qkv_bias_equals_transformers(make_record, make_row) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -131,7 +165,7 @@ def test_qkv_bias_equals_transformers(make_record, make_row) -> None:
             return tensors[name]
 
     native = NativeExecutor(
-        Checkpoint(config(), ResolvedSource("hf", Path()), Weights()), num_pages=8, threads=1
+        Checkpoint(config(qkv_bias=True), ResolvedSource("hf", Path()), Weights()), num_pages=8, threads=1
     )
     tokens = prompt(37, 1)
     with torch.inference_mode():

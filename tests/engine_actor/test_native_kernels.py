@@ -27,9 +27,9 @@ from engine_actor.native.packing import (
     quantise_int4,
     quantise_int8,
 )
-from engine_actor.native.weights import Activations, Heads, Weight, weight_struct
+from engine_actor.native.weights import Activations, HeadNorms, Heads, Weight, weight_struct
 
-STORE, ADD, SILU_MUL = range(3)
+STORE, ADD, SILU_MUL, GELU_MUL = range(4)
 FACTORS = np.array([1.0, 0.1, 0.01, 0.001] * 64, dtype=np.float32)
 
 
@@ -120,13 +120,14 @@ def test_gemm_stores_with_bias_and_adds(library, rows: int, n: int, k: int, form
 
 @FORMATS
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_gemm_with_silu_of_the_gate_times_up(library, rows: int, form: int) -> None:
+def test_gemm_with_an_activation_of_the_gate_times_up(library, rows: int, form: int) -> None:
     x, arena = rows_of(library, random(rows, 64).bfloat16(), form), Arena()
     weight, values = pack_both(interleave(random(48, 64, seed=1), random(48, 64, seed=2)), form, arena)
     out = torch.empty(rows, 48, dtype=torch.bfloat16)
-    gemm(library, x, weight, SILU_MUL, out)
     gate, up = (x.values @ values.T).view(rows, 3, 2, 16).unbind(2)
-    assert torch.allclose(out.float(), (F.silu(gate) * up).reshape(rows, 48), atol=1e-3, rtol=1 / 128)
+    for epilogue, activated in ((SILU_MUL, F.silu(gate)), (GELU_MUL, F.gelu(gate, approximate="tanh"))):
+        gemm(library, x, weight, epilogue, out)
+        assert torch.allclose(out.float(), (activated * up).reshape(rows, 48), atol=2e-3, rtol=1 / 128)
 
 
 @FORMATS
@@ -217,20 +218,36 @@ def test_rms_norm(library) -> None:
     assert torch.allclose(out.float(), F.rms_norm(x, (80,), weight, 1e-5), atol=1e-6, rtol=1 / 200)
 
 
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [n, heads, dim] of the last n tokens; k and v [context, kv_heads, dim]."""
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """q [n, heads, dim] of the last n tokens; k and v [context, kv_heads, dim]; window 0: all tokens are seen."""
     n, context, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("nhd,chd->hnc", q, k) / math.sqrt(q.shape[-1])
-    hidden = torch.arange(context) > torch.arange(context - n, context)[:, None]
+    position, key = torch.arange(context - n, context)[:, None], torch.arange(context)
+    hidden = (key > position) | (key <= position - (window or context))
     return torch.einsum("hnc,chd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+def test_a_norm_is_added_to_the_residual(library) -> None:
+    x, weight, residual = random(80) * 3, random(80, seed=1), random(80, seed=2)
+    out = residual.clone()
+    library.evenhand_add_rms_norm_row(x.data_ptr(), weight.data_ptr(), 1e-5, 80, out.data_ptr())
+    assert torch.allclose(out, residual + F.rms_norm(x, (80,), weight, 1e-5), atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (1, 1, 16), (4, 4, 32), (8, 1, 80), (14, 2, 128), (2, 1, 256)]
+    ("heads", "kv_heads", "dim", "window"),
+    [
+        (9, 3, 64, 0),
+        (1, 1, 16, 0),
+        (4, 4, 32, 20),
+        (8, 1, 80, 1),
+        (14, 2, 128, 0),
+        (2, 1, 256, 100),
+    ],
 )
 def test_rope_store_and_attention(
-    library, make_record, make_row, heads: int, kv_heads: int, dim: int
+    library, make_record, make_row, heads: int, kv_heads: int, dim: int, window: int
 ) -> None:
     """Three requests in chunks over shuffled pages that are full of NaN before."""
     lengths, cuts = [150, 33, 5], [(70, 16, 4), (149, 17, 5), (150, 33, 5)]
@@ -240,6 +257,9 @@ def test_rope_store_and_attention(
     inputs = [random(n, heads + 2 * kv_heads, dim, seed=n) for n in lengths]
     frequencies = torch.from_numpy(FACTORS[: dim // 2])
     shape, starts = Heads(heads, kv_heads, dim), [0, 0, 0]
+    # With a window, heads of q and k pass norms as well.
+    q_norm, k_norm = random(dim, seed=1), random(dim, seed=2)
+    norms = HeadNorms(q_norm.data_ptr(), k_norm.data_ptr(), 1e-5) if window else HeadNorms(None, None, 1e-5)
     for ends in cuts:
         rows = [i for i in range(3) if ends[i] > starts[i]]
         record = make_record(
@@ -256,23 +276,37 @@ def test_rope_store_and_attention(
                 int(position), frequencies.data_ptr(), dim // 2, cos.data_ptr(), sin.data_ptr()
             )
             library.evenhand_rope_store(
-                *(ctypes.byref(shape), qkv[t].data_ptr(), cos.data_ptr(), sin.data_ptr(), int(slot)),
+                *(
+                    ctypes.byref(shape),
+                    ctypes.byref(norms),
+                    qkv[t].data_ptr(),
+                    cos.data_ptr(),
+                    sin.data_ptr(),
+                    int(slot),
+                ),
                 *(q[t].data_ptr(), keys.data_ptr(), values.data_ptr()),
             )
         library.evenhand_attention(
-            *(step, ctypes.byref(shape), q.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(step, ctypes.byref(shape), window, dim**-0.5, q.data_ptr(), keys.data_ptr(), values.data_ptr()),
             *(tasks.data_ptr(), out.data_ptr(), 2),
         )
         done = 0
         for i in rows:
             angle = torch.arange(ends[i])[:, None, None] * frequencies
-            first, second = inputs[i][: ends[i], : heads + kv_heads].chunk(2, dim=-1)
+            heads_in = inputs[i][: ends[i], : heads + kv_heads]
+            if window:
+                normed = (
+                    F.rms_norm(heads_in[:, :heads], (dim,), q_norm, 1e-5),
+                    F.rms_norm(heads_in[:, heads:], (dim,), k_norm, 1e-5),
+                )
+                heads_in = torch.cat(normed, dim=1)
+            first, second = heads_in.chunk(2, dim=-1)
             rotated = torch.cat(
                 (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
             )
             rotated = rotated.bfloat16().float()
             v = inputs[i][: ends[i], heads + kv_heads :].bfloat16().float()
-            expected = dense_attention(rotated[starts[i] :, :heads], rotated[:, heads:], v)
+            expected = dense_attention(rotated[starts[i] :, :heads], rotated[:, heads:], v, window)
             count = ends[i] - starts[i]
             assert torch.allclose(out[done : done + count].float(), expected, atol=0.03, rtol=0.02)
             done += count

@@ -2,7 +2,7 @@
 //
 // The query rows of a tile (tokens x heads that share a KV head) go over the same keys. Blocks begin at multiples
 // of 64 keys for every row, and a block beyond a row's last key changes nothing in it, so its result does not
-// depend on the tile.
+// depend on the tile. The same holds for blocks before a row's sliding window.
 #include <algorithm>
 #include <cmath>
 
@@ -15,12 +15,14 @@ namespace {
 constexpr int TILE_ROWS = ATTENTION_TILE_ROWS;
 constexpr int BLOCK_PAGES = 4;
 constexpr int BLOCK_KEYS = BLOCK_PAGES * PAGE_SIZE;
+constexpr float LOWEST = -1e30f;  // below every score, and its difference from itself is 0
 
 struct Tile {
     const bf16* q[TILE_ROWS];
     bf16* out[TILE_ROWS];
-    int keys[TILE_ROWS];  // how many this row sees
-    int last_keys;        // how many the last row sees
+    int keys[TILE_ROWS];        // this row sees the keys below
+    int first_keys[TILE_ROWS];  // and from here on
+    int last_keys;              // those of the last row
     const int32_t* pages;
     const bf16* key_pool;
     const bf16* value_pool;
@@ -64,10 +66,11 @@ void block_scores(const Tile& t, int first, int pages, State<R>& state) {
     }
     const f32 nothing = set(-INFINITY), scale = set(t.scale);
     UNROLL for (int r = 0; r < R; r++) {
-        const int seen = t.keys[r] - first;
+        const int seen = t.keys[r] - first, unseen = t.first_keys[r] - first;
         f32 block_highest = nothing;
         UNROLL for (int i = 0; i < BLOCK_PAGES; i++) {
             s[r][i] = first_lanes(mul(s[r][i], scale), seen - i * PAGE_SIZE, nothing);
+            s[r][i] = first_lanes(nothing, unseen - i * PAGE_SIZE, s[r][i]);
             block_highest = max(block_highest, s[r][i]);
         }
         const float now_highest = std::max(state.highest[r], highest(block_highest));
@@ -76,7 +79,8 @@ void block_scores(const Tile& t, int first, int pages, State<R>& state) {
         const f32 shift = set(now_highest);
         f32 sum = zero();
         UNROLL for (int i = 0; i < BLOCK_PAGES; i++) {
-            const f32 p = first_lanes(exp2(sub(s[r][i], shift)), seen - i * PAGE_SIZE, zero());
+            f32 p = first_lanes(exp2(sub(s[r][i], shift)), seen - i * PAGE_SIZE, zero());
+            p = first_lanes(zero(), unseen - i * PAGE_SIZE, p);
             sum = add(sum, p);
             store_bf16(state.p[r] + i * PAGE_SIZE, p);
         }
@@ -117,11 +121,11 @@ template <int R>
 void attend(const Tile& t) {
     State<R> state;
     for (int r = 0; r < R; r++) {
-        state.highest[r] = -INFINITY;
+        state.highest[r] = LOWEST;
         state.sum[r] = 0.0f;
         for (int d = 0; d < t.dim; d += LANES) store(state.out[r] + d, zero());
     }
-    for (int first = 0; first < t.last_keys; first += BLOCK_KEYS) {
+    for (int first = t.first_keys[0] / BLOCK_KEYS * BLOCK_KEYS; first < t.last_keys; first += BLOCK_KEYS) {
         const int pages = (std::min(BLOCK_KEYS, t.last_keys - first) + PAGE_SIZE - 1) / PAGE_SIZE;
         fetch_block(t, t.value_pool, first);
         block_scores<R>(t, first, pages, state);
@@ -153,8 +157,8 @@ int attention_tasks(const Step& step, AttentionTask* tasks) {
     return count;
 }
 
-void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, const bf16* q,
-               const Pages& pages, bf16* out) {
+void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, int window,
+               float scale, const bf16* q, const Pages& pages, bf16* out) {
     const int kv_heads = heads.kv_heads, dim = heads.head_dim, group = heads.heads / kv_heads;
     const auto one = [&](const AttentionTask& task, int kv_head) {
         const int begin = step.token_indptr[task.row];
@@ -166,7 +170,7 @@ void attention(Team& team, const Step& step, const AttentionTask* tasks, int cou
         tile.page_stride = static_cast<int64_t>(kv_heads) * dim * PAGE_SIZE;
         tile.head_offset = static_cast<int64_t>(kv_head) * dim * PAGE_SIZE;
         tile.dim = dim;
-        tile.scale = LOG2_E / std::sqrt(static_cast<float>(dim));
+        tile.scale = scale * LOG2_E;
         const int queries = (end - task.first_token) * group;
         for (int done = 0; done < queries;) {
             const int size = std::min(TILE_ROWS, queries - done);
@@ -176,6 +180,7 @@ void attention(Team& team, const Step& step, const AttentionTask* tasks, int cou
                 tile.q[r] = q + at;
                 tile.out[r] = out + at;
                 tile.keys[r] = step.start[task.row] + token - begin + 1;
+                tile.first_keys[r] = window > 0 ? std::max(0, tile.keys[r] - window) : 0;
             }
             tile.last_keys = tile.keys[size - 1];
             attend_rows(tile, size);

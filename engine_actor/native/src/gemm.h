@@ -23,8 +23,9 @@ inline void keep_best(Best& best, f32 x, int column, int count) {
 
 inline __attribute__((always_inline)) void write(const Product& p, int64_t row, int column, f32 low, f32 high) {
     const Output& output = p.output;
-    if (output.epilogue == Epilogue::silu_mul) {
-        store_bf16(static_cast<bf16*>(output.out) + row * (p.n / 2) + column / 2, mul(silu(low), high));
+    if (output.epilogue == Epilogue::silu_mul || output.epilogue == Epilogue::gelu_mul) {
+        const f32 gate = output.epilogue == Epilogue::silu_mul ? silu(low) : gelu_tanh(low);
+        store_bf16(static_cast<bf16*>(output.out) + row * (p.n / 2) + column / 2, mul(gate, high));
         return;
     }
     const int left = p.n - column;

@@ -57,7 +57,8 @@ enum class Epilogue : int32_t {
     store = 0,     // float32 [rows, n] = product + bias
     add = 1,       // float32 [rows, n] += product
     silu_mul = 2,  // bf16 [rows, n / 2] = silu(gate) * up; gate and up alternate by 16 columns
-    best = 3,      // Best [threads, rows]: the highest column of each row; the caller has cleared them all
+    gelu_mul = 3,  // the same with the tanh form of gelu
+    best = 4,      // Best [threads, rows]: the highest column of each row; the caller has cleared them all
 };
 
 // The highest columns that one thread has seen of one row, lane by lane.
@@ -101,13 +102,23 @@ void quantise_row(const bf16* x, int k, Format format, int8_t* bytes, float* sca
 // x / rms(x) * weight, float32 [n] to bfloat16; n a multiple of 16.
 void rms_norm_row(const float* x, const float* weight, float eps, int n, bf16* out);
 
+// out += x / rms(x) * weight, all float32 [n].
+void add_rms_norm_row(const float* x, const float* weight, float eps, int n, float* out);
+
 // Cosines and sines [head_dim / 2] of a position's angles.
 void rope_angles(int position, const float* frequencies, int half, float* cos, float* sin);
 
-// Rotates q and k of qkv [heads + 2 kv_heads, head_dim] float32, pairing dim i with i + head_dim / 2; q goes to
-// q [heads, head_dim], k and v into the slot.
-void rope_store(const Heads& heads, const float* qkv, const float* cos, const float* sin, int slot, bf16* q,
-                const Pages& pages);
+// Norms of the heads of q and k, float32 [head_dim] each; null where the model has none.
+struct HeadNorms {
+    const float* q;
+    const float* k;
+    float eps;
+};
+
+// Rotates q and k of qkv [heads + 2 kv_heads, head_dim] float32, pairing dim i with i + head_dim / 2, after their norms;
+// q goes to q [heads, head_dim], k and v into the slot.
+void rope_store(const Heads& heads, const HeadNorms& norms, const float* qkv, const float* cos, const float* sin,
+                int slot, bf16* q, const Pages& pages);
 
 // One task of the attention for each 16 tokens of a row: (row, first token). Returns how many; `tasks` has room for
 // num_tokens / 16 + num_rows.
@@ -116,7 +127,8 @@ struct AttentionTask {
 };
 int attention_tasks(const Step& step, AttentionTask* tasks);
 
-// Causal attention over the pages, softmax online in float32 over blocks of 64 keys.
-// q and out are [num_tokens, heads, head_dim].
-void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, const bf16* q,
-               const Pages& pages, bf16* out);
+// Causal attention over the pages, softmax online in float32 over blocks of 64 keys. q and out are
+// [num_tokens, heads, head_dim]. A token sees the last `window` tokens, its own included; 0: all. Scores are multiplied
+// by `scale`.
+void attention(Team& team, const Step& step, const AttentionTask* tasks, int count, const Heads& heads, int window,
+               float scale, const bf16* q, const Pages& pages, bf16* out);

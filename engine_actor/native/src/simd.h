@@ -39,3 +39,9 @@ inline f32 exp2(f32 x) {
 }
 
 inline f32 silu(f32 x) { return div(x, add(set(1.0f), exp2(mul(x, set(-LOG2_E))))); }
+
+// x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x / (1 + e^(-2 u)).
+inline f32 gelu_tanh(f32 x) {
+    const f32 inner = fma(mul(mul(x, x), x), set(0.044715f), x);
+    return div(x, add(set(1.0f), exp2(mul(inner, set(-2.0f * 0.7978845608f * LOG2_E)))));
+}

@@ -30,15 +30,21 @@ void evenhand_rope_angles(int32_t position, const float* frequencies, int32_t ha
     rope_angles(position, frequencies, half, cos, sin);
 }
 
-void evenhand_rope_store(const Heads* heads, const float* qkv, const float* cos, const float* sin, int32_t slot,
-                         bf16* q, bf16* keys, bf16* values) {
-    rope_store(*heads, qkv, cos, sin, slot, q, {keys, values});
+void evenhand_add_rms_norm_row(const float* x, const float* weight, float eps, int32_t n, float* out) {
+    add_rms_norm_row(x, weight, eps, n, out);
+}
+
+void evenhand_rope_store(const Heads* heads, const HeadNorms* norms, const float* qkv, const float* cos,
+                         const float* sin, int32_t slot, bf16* q, bf16* keys, bf16* values) {
+    rope_store(*heads, *norms, qkv, cos, sin, slot, q, {keys, values});
 }
 
 // `tasks` is room for 2 * (num_tokens / 16 + num_rows) integers.
-void evenhand_attention(const Step* step, const Heads* heads, const bf16* q, bf16* keys, bf16* values,
-                        AttentionTask* tasks, bf16* out, int32_t threads) {
+void evenhand_attention(const Step* step, const Heads* heads, int32_t window, float scale, const bf16* q, bf16* keys,
+                        bf16* values, AttentionTask* tasks, bf16* out, int32_t threads) {
     const int count = attention_tasks(*step, tasks);
-    run_team(threads, 1, [&](Team& team) { attention(team, *step, tasks, count, *heads, q, {keys, values}, out); });
+    run_team(threads, 1, [&](Team& team) {
+        attention(team, *step, tasks, count, *heads, window, scale, q, {keys, values}, out);
+    });
 }
 }

@@ -3,25 +3,33 @@
 
 #include "kernels.h"
 
+// What a model does not have is null; `window` 0: the layer sees all tokens.
 struct Layer {
-    const float* input_norm;
+    const float* before_attention;
     Weight qkv;
-    const float* qkv_bias;  // null where the model has none
+    const float* qkv_bias;
+    const float* q_norm;
+    const float* k_norm;
     Weight output;
-    const float* post_attention_norm;
+    const float* after_attention;
+    const float* before_mlp;
     Weight gate_up;
     Weight down;
+    const float* after_mlp;
+    int32_t window;
+    int32_t local;  // rotates by local_frequencies
 };
 
 struct Model {
     Heads heads;
-    int32_t num_layers, hidden, inner, vocab, num_pages;
-    float eps;
+    int32_t num_layers, hidden, inner, vocab, num_pages, gelu;
+    float eps, embedding_scale, attention_scale;
     const Layer* layers;
     const float* norm;
     const bf16* embedding;  // [vocab, hidden], or null where lm_head is the embedding as well
     Weight lm_head;
-    const float* frequencies;  // [head_dim / 2]
+    const float* frequencies;        // [head_dim / 2]
+    const float* local_frequencies;  // [head_dim / 2], or null where no layer is local
     bf16* keys;                // [num_layers] pools, see Pages
     bf16* values;
 };
@@ -38,7 +46,7 @@ namespace {
 // The parts of a step whose time is counted.
 enum class Part { linear, attention, pointwise, lm_head };
 
-constexpr int LAYER_PHASES = 10, OTHER_PHASES = 5;
+constexpr int LAYER_PHASES = 12, OTHER_PHASES = 5;
 
 // Adds the time between its calls to parts of the step, in the first thread.
 class Clock {
@@ -71,7 +79,8 @@ struct Workspace {
 };
 
 struct Buffers {
-    float *hidden, *qkv, *cos, *sin;
+    float *hidden, *qkv, *added;
+    float *cos[2], *sin[2];  // of all layers, of local ones
     bf16 *normed, *q, *attended, *inner;
     int8_t* bytes;
     float* scales;
@@ -84,8 +93,11 @@ struct Buffers {
         const int64_t widest = std::max<int64_t>({m.hidden, m.inner, query});
         hidden = w.take<float>(tokens * m.hidden);
         qkv = w.take<float>(tokens * (query + 2 * m.heads.kv_heads * dim));
-        cos = w.take<float>(tokens * dim / 2);
-        sin = w.take<float>(tokens * dim / 2);
+        added = w.take<float>(tokens * m.hidden);
+        for (int local = 0; local < 2; local++) {
+            cos[local] = w.take<float>(tokens * dim / 2);
+            sin[local] = w.take<float>(tokens * dim / 2);
+        }
         normed = w.take<bf16>(tokens * m.hidden);
         q = w.take<bf16>(tokens * query);
         attended = w.take<bf16>(tokens * query);
@@ -112,20 +124,23 @@ public:
         for (int i = 0; i < m_.num_layers; i++) {
             const Layer& layer = m_.layers[i];
             const Pages pages{m_.keys + i * pool, m_.values + i * pool};
-            norm(step_.num_tokens, nullptr, layer.input_norm, layer.qkv);
+            norm(step_.num_tokens, nullptr, layer.before_attention, layer.qkv);
             product(b_.normed, layer.qkv, {Epilogue::store, b_.qkv, layer.qkv_bias});
+            const float *cos = b_.cos[layer.local], *sin = b_.sin[layer.local];
             rows(step_.num_tokens, [&](int t) {
-                rope_store(m_.heads, b_.qkv + int64_t(t) * (query + 2 * kv), b_.cos + int64_t(t) * dim / 2,
-                           b_.sin + int64_t(t) * dim / 2, step_.slots[t], b_.q + int64_t(t) * query, pages);
+                rope_store(m_.heads, {layer.q_norm, layer.k_norm, m_.eps}, b_.qkv + int64_t(t) * (query + 2 * kv),
+                           cos + int64_t(t) * dim / 2, sin + int64_t(t) * dim / 2, step_.slots[t],
+                           b_.q + int64_t(t) * query, pages);
             });
-            attention(team_, step_, b_.tasks, tasks_, m_.heads, b_.q, pages, b_.attended);
+            attention(team_, step_, b_.tasks, tasks_, m_.heads, layer.window, m_.attention_scale, b_.q, pages,
+                      b_.attended);
             clock_.end(Part::attention);
             quantise(b_.attended, layer.output);
-            product(b_.attended, layer.output, {Epilogue::add, b_.hidden});
-            norm(step_.num_tokens, nullptr, layer.post_attention_norm, layer.gate_up);
-            product(b_.normed, layer.gate_up, {Epilogue::silu_mul, b_.inner});
+            add_product(b_.attended, layer.output, layer.after_attention);
+            norm(step_.num_tokens, nullptr, layer.before_mlp, layer.gate_up);
+            product(b_.normed, layer.gate_up, {m_.gelu ? Epilogue::gelu_mul : Epilogue::silu_mul, b_.inner});
             quantise(b_.inner, layer.down);
-            product(b_.inner, layer.down, {Epilogue::add, b_.hidden});
+            add_product(b_.inner, layer.down, layer.after_mlp);
         }
         if (step_.num_logits > 0) finish();
     }
@@ -133,16 +148,21 @@ public:
 private:
     // Embeddings and angles.
     void begin() {
-        const int half = m_.heads.head_dim / 2;
+        const int hidden = m_.hidden, half = m_.heads.head_dim / 2;
+        const f32 scale = set(m_.embedding_scale);
         rows(step_.num_tokens, [&](int t) {
-            float* out = b_.hidden + int64_t(t) * m_.hidden;
+            float* out = b_.hidden + int64_t(t) * hidden;
             if (m_.embedding == nullptr) {
                 read_row(m_.lm_head, step_.token_ids[t], out);
             } else {
-                const bf16* row = m_.embedding + int64_t(step_.token_ids[t]) * m_.hidden;
-                for (int i = 0; i < m_.hidden; i += LANES) store(out + i, load_bf16(row + i));
+                const bf16* row = m_.embedding + int64_t(step_.token_ids[t]) * hidden;
+                for (int i = 0; i < hidden; i += LANES) store(out + i, load_bf16(row + i));
             }
-            rope_angles(step_.positions[t], m_.frequencies, half, b_.cos + int64_t(t) * half, b_.sin + int64_t(t) * half);
+            for (int i = 0; i < hidden; i += LANES) store(out + i, mul(load(out + i), scale));
+            const int64_t at = int64_t(t) * half;
+            rope_angles(step_.positions[t], m_.frequencies, half, b_.cos[0] + at, b_.sin[0] + at);
+            if (m_.local_frequencies != nullptr)
+                rope_angles(step_.positions[t], m_.local_frequencies, half, b_.cos[1] + at, b_.sin[1] + at);
         });
     }
 
@@ -184,6 +204,16 @@ private:
     void product(const bf16* x, const Weight& weight, const Output& output) {
         gemm(team_, {x, b_.bytes, b_.scales, b_.sums}, step_.num_tokens, weight, output);
         clock_.end(Part::linear);
+    }
+
+    // Adds the product to the residual stream, through a norm if there is one.
+    void add_product(const bf16* x, const Weight& weight, const float* norm_weight) {
+        if (norm_weight == nullptr) return product(x, weight, {Epilogue::add, b_.hidden});
+        product(x, weight, {Epilogue::store, b_.added});
+        rows(step_.num_tokens, [&](int t) {
+            const int64_t at = int64_t(t) * m_.hidden;
+            add_rms_norm_row(b_.added + at, norm_weight, m_.eps, m_.hidden, b_.hidden + at);
+        });
     }
 
     template <typename Work>
