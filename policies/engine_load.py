@@ -69,6 +69,11 @@ class EngineLoad:
         """Pages that neither a request in the engine nor one on its way takes."""
         return self.report.free_pages - self._granted.pages
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that wait in the engine or are on their way to it."""
+        return self.report.waiting_prefill_tokens + self._granted.input_tokens
+
     def tenants(self) -> set[str]:
         """Tenants with sequences in the engine or on their way to it."""
         return self.report.live_sequences.keys() | self._granted_by_tenant.keys()
@@ -86,6 +91,14 @@ class EngineLoad:
         for tenant, granted in self._granted_by_tenant.items():
             held[tenant] = held.get(tenant, 0) + granted.pages
         return held
+
+    def held_by(self, tenant: str) -> tuple[int, int]:
+        """Sequences and pages of one tenant, those of requests on their way included."""
+        granted = self._granted_by_tenant.get(tenant) or _OnTheWay()
+        return (
+            self.report.live_sequences.get(tenant, 0) + granted.sequences,
+            self.report.tenant_pages.get(tenant, 0) + granted.pages,
+        )
 
     def cached_tokens(self, ticket: Ticket) -> int:
         """Input tokens of the ticket, over all its sequences, whose pages are in the engine's prefix cache."""
@@ -120,8 +133,7 @@ class EngineLoad:
     def has_prefill_room(self) -> bool:
         """The prefill buffer is not full. The next prompt itself does not count: an engine never runs dry behind
         one long prompt."""
-        waiting = self.report.waiting_prefill_tokens + self._granted.input_tokens
-        return waiting < PREFILL_BUFFER_STEPS * self.report.max_num_batched_tokens
+        return self.prefill_tokens < PREFILL_BUFFER_STEPS * self.report.max_num_batched_tokens
 
     def has_prefill_share(self, tenant: str, share: float) -> bool:
         """The tenant's own part of the prefill buffer, `share` of the whole, is not full."""

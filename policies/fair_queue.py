@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from policies.admission import Admission, Unattainable, has_deadline
 from policies.backfill import may_backfill, reserve
 from policies.baseline_orders import DlpmOrder, DrrOrder, FcfsOrder, RateLimitOrder
 from policies.engine_load import EngineLoad
 from policies.grants import GrantInFlight, GrantsInFlight
+from policies.promises import Promise
 from policies.queue_caps import QueueCaps
 from policies.queue_order import BATCH_SHARE, CachedTokens, QueueOrder, VtcOrder
 from policies.reclaim import PoolShares, choose_reclaim, needs_reclaim
 from policies.routing import choose_engine, ticket_cost
 from policies.service import DEFAULT_PRICES, ServicePrices
 from policies.service_accounts import QueueState, ServiceAccounts
-from policies.tenant_account import QueuedTicket
+from policies.tenant_account import QueuedTicket, TenantAccount
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
 
 QueuePolicy = Literal["vtc", "fcfs", "rpm", "lcf", "drr", "dlpm"]
@@ -83,7 +85,8 @@ class FairQueue:
         )
         self._prices = prices
         self._order = _make_order(policy, self._cached_tokens, locality_window, batch_share)
-        self._accounts = ServiceAccounts(self._order.touch)
+        self._accounts = ServiceAccounts(self._touch)
+        self._admission = Admission(prices)
         self._waiting_weight = 0.0  # of the tenants that have waiting tickets
         self._shares: PoolShares | None = None  # None: something has changed since
         self._entries: dict[str, QueuedTicket] = {}  # by request
@@ -103,6 +106,9 @@ class FairQueue:
         Idempotent: a ticket of the same request takes the place of one that waits. Whoever asks holds no
         grant, so a grant in flight for the request is taken back. An attempt lower than the one known is
         ignored.
+
+        A deadline is promised (`policies.admission`), or the ticket is demoted to batch work if it allows that,
+        or refused with code "deadline_unattainable". Baseline orders promise nothing and ignore deadlines.
         """
         if ticket.weight <= 0 or ticket.sequences < 1:
             raise ValueError(f"ticket {ticket.request}: weight and sequences must be positive")
@@ -119,6 +125,17 @@ class FairQueue:
             full = self._caps.refuse(ticket, tenant, len(self._entries), self._queued_tokens)
             if full is not None:
                 return Refusal(ticket.request, ticket.attempt, "queue_full", full, RETRY_AFTER_MS)
+        promise = self._admission.promise(ticket.request)
+        if promise is None and has_deadline(ticket) and self._order.entitles:
+            verdict = self._judge(ticket, tenant, now)
+            if isinstance(verdict, Promise):
+                promise = verdict
+            elif ticket.demotable:
+                ticket = demote(ticket)
+            else:
+                if replaced is not None:
+                    self._take_out(replaced)
+                return _unattainable(ticket, verdict)
         if not tenant.queued:
             self._order.arrive(tenant, now)
             self._waiting_weight += ticket.weight
@@ -129,7 +146,7 @@ class FairQueue:
         tenant.weight = ticket.weight
         self._pushes += 1
         entry = QueuedTicket(
-            self._order.rank(ticket, arrival, now),
+            self._order.rank(arrival, None if promise is None else promise.due),
             self._pushes,
             arrival,
             self._order.lane(ticket),
@@ -141,8 +158,11 @@ class FairQueue:
         self._entries[ticket.request] = entry
         if replaced is not None:
             self._remove(replaced)
+        self._admission.arrive(ticket, tenant, entry.cost, now)
+        if promise is not None:
+            self._admission.give(promise)
         heapq.heappush(self._by_arrival, (arrival, self._pushes, ticket.request))
-        self._order.touch(tenant)
+        self._touch(tenant)
         return None
 
     def withdraw(self, request: str, attempt: int) -> bool:
@@ -167,6 +187,20 @@ class FairQueue:
                 self._take_out(entry)
         return expired
 
+    def break_promises(self, now: float) -> list[Refusal]:
+        """Give up on promises that cannot be kept any more: the tickets are demoted, or taken out and refused with
+        code "deadline_exceeded"."""
+        refusals: list[Refusal] = []
+        for request in self._admission.hopeless(now):
+            entry = self._entries[request]
+            self._take_out(entry)
+            if entry.ticket.demotable:
+                self.push(replace(demote(entry.ticket), age_ms=(now - entry.arrival) * 1e3), now)
+            else:
+                message = "the deadline was promised and cannot be kept any more"
+                refusals.append(Refusal(request, entry.ticket.attempt, "deadline_exceeded", message))
+        return refusals
+
     def next_grant(self, now: float) -> Grant | None:
         """Grant the next ticket to an engine that can take it; None if nobody can go now.
 
@@ -186,8 +220,11 @@ class FairQueue:
                 entry, engine = self._behind_the_head(self._order.front(now, LOOK_BEHIND), shares)
         return None if engine is None else self._grant(entry, engine, now)
 
-    def observe_report(self, report: EngineReport) -> None:
-        """Count service and take the engine's state; a report older than one already seen is ignored."""
+    def observe_report(self, report: EngineReport, now: float | None = None) -> None:
+        """Count service and take the engine's state; a report older than one already seen is ignored.
+
+        With `now`, predictions learn from the first tokens it tells of.
+        """
         if self._accounts.is_old(report):
             return
         if self._accounts.is_new_epoch(report):
@@ -205,6 +242,9 @@ class FairQueue:
             grant = self._in_flight.get(request)
             if grant is not None and grant.engine == report.engine and grant.ticket.attempt == attempt:
                 self._settle(request)
+        if now is not None:
+            for request, _ in report.first_tokens:
+                self._admission.first_token(request, now)
 
     def forget_engine(self, name: str) -> None:
         """Grant no more to this engine until it reports again. What it has served stays counted."""
@@ -271,6 +311,8 @@ class FairQueue:
 
     def _grant(self, entry: QueuedTicket, engine: EngineLoad, now: float) -> Grant:
         ticket, tenant = entry.ticket, self._accounts.tenants[entry.ticket.tenant]
+        promise = self._admission.start(ticket.request)
+        predicted = None if promise is None else promise.given_at + promise.upper_seconds - entry.arrival
         grant = Grant(
             request=ticket.request,
             attempt=ticket.attempt,
@@ -278,6 +320,8 @@ class FairQueue:
             engine=engine.report.engine,
             engine_epoch=engine.report.engine_epoch,
             queued_ms=(now - entry.arrival) * 1000.0,
+            demoted=ticket.demoted,
+            predicted_ttft_ms=None if predicted is None else predicted * 1e3,
         )
         cost = ticket_cost(ticket, self._prices, engine.cached_tokens(ticket))
         reclaims = needs_reclaim(ticket, engine)
@@ -290,8 +334,14 @@ class FairQueue:
         engine.add_grant(ticket, cost, reclaims)
         self._shares = None
         self._order.charge(tenant, entry, cost, now)
-        self._order.touch(tenant)
+        self._touch(tenant)
         return grant
+
+    def _judge(self, ticket: Ticket, tenant: TenantAccount, now: float) -> Promise | Unattainable:
+        cost = ticket_cost(ticket, self._prices)
+        return self._admission.judge(
+            ticket, tenant, self._order.lane(ticket), cost, self._engines.values(), now
+        )
 
     def _pool_shares(self) -> PoolShares:
         if self._shares is None:
@@ -310,6 +360,7 @@ class FairQueue:
 
     def _take_out(self, entry: QueuedTicket) -> None:
         del self._entries[entry.ticket.request]
+        self._admission.drop(entry.ticket.request)
         self._remove(entry)
 
     def _remove(self, entry: QueuedTicket) -> None:
@@ -323,7 +374,7 @@ class FairQueue:
         if not self._entries:
             self._waiting_weight = 0.0  # no rounding outlives the queue
             self._by_arrival.clear()
-        self._order.touch(tenant)
+        self._touch(tenant)
 
     def _settle(self, request: str) -> None:
         """The grant of a request, if one is in flight, no longer counts."""
@@ -334,7 +385,28 @@ class FairQueue:
         self._engines[grant.engine].remove_grant(grant.ticket, grant.cost, grant.reclaims)
         tenant = self._accounts.tenants[grant.ticket.tenant]
         del tenant.granted[request]
+        self._touch(tenant)
+
+    def _touch(self, tenant: TenantAccount) -> None:
         self._order.touch(tenant)
+        self._admission.touch(tenant)
+
+
+def demote(ticket: Ticket) -> Ticket:
+    """The ticket as batch work without a deadline."""
+    return replace(
+        ticket, service_class="batch", remaining_ttft_ms=None, remaining_deadline_ms=None, demoted=True
+    )
+
+
+def _unattainable(ticket: Ticket, verdict: Unattainable) -> Refusal:
+    asked = ticket.remaining_deadline_ms if ticket.remaining_ttft_ms is None else ticket.remaining_ttft_ms
+    earliest = retry = None
+    if verdict.missing_seconds is not None and asked is not None:
+        retry = verdict.missing_seconds * 1e3
+        earliest = ticket.age_ms + asked + retry
+    message = f"the deadline cannot be promised: {verdict.why}"
+    return Refusal(ticket.request, ticket.attempt, "deadline_unattainable", message, retry, earliest)
 
 
 def _make_order(

@@ -93,7 +93,7 @@ class QuantileTracker:
             return
         score = min(max(score, self._lowest), self._highest)
         self._size = max(abs(score - self.value), 0.98 * self._size)
-        step = 0.1 * max(self._size, 1e-3)
+        step = 0.2 * max(self._size, 1e-3)
         self.value += step * self.level if score > self.value else -step * (1.0 - self.level)
         self.value = min(max(self.value, self._lowest), self._highest)
 

@@ -46,8 +46,8 @@ class QueueOrder(ABC):
         """Which of a tenant's queues the ticket waits in."""
         return MAIN_LANE
 
-    def rank(self, ticket: Ticket, arrival: float, now: float) -> float:
-        """The ticket's place in its lane, smallest first."""
+    def rank(self, arrival: float, due: float | None) -> float:
+        """A ticket's place in its lane, smallest first. `due` is when its first token was promised, if it was."""
         return arrival
 
     @abstractmethod
@@ -114,10 +114,8 @@ class VtcOrder(QueueOrder):
     def lane(self, ticket: Ticket) -> str:
         return ticket.service_class
 
-    def rank(self, ticket: Ticket, arrival: float, now: float) -> float:
-        deadlines = (ticket.remaining_ttft_ms, ticket.remaining_deadline_ms)
-        first = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        return arrival + NO_DEADLINE_SECONDS if first is None else now + first / 1000.0
+    def rank(self, arrival: float, due: float | None) -> float:
+        return arrival + NO_DEADLINE_SECONDS if due is None else due
 
     def arrive(self, tenant: TenantAccount, now: float) -> None:
         if not self._lift or now < tenant.keeps_place_until:

@@ -20,10 +20,10 @@ class Ticket:
 
     `request` is unique per tenant request; `attempt` counts the times the gateway submitted it to an engine.
     `sequences` is n times the number of prompts. Token counts are sums over all sequences.
-    `remaining_ttft_ms` is left until the first token must be out, `remaining_deadline_ms` until the last one;
-    each of them asks for a promise. `demotable`: where none can be given, the request goes on as batch work
-    instead of being refused. `output_tokens_bound` is what the longest sequence hardly exceeds (a high
-    quantile), for the deadline of the last token.
+    `remaining_ttft_ms` is left until the first token must be out, `remaining_deadline_ms` until the last one; each of
+    them asks for a promise. `demotable`: where none can be given, the request goes on as batch work instead of being
+    refused; the fair queue then marks it `demoted`. `output_tokens_bound` is what the longest sequence hardly exceeds
+    (a high quantile), for the deadline of the last token.
     """
 
     request: str
@@ -38,6 +38,7 @@ class Ticket:
     remaining_ttft_ms: float | None = None
     remaining_deadline_ms: float | None = None
     demotable: bool = False
+    demoted: bool = False
     output_tokens_bound: int = 0
     age_ms: float = 0.0
     page_hashes: tuple[int, ...] = ()
@@ -48,7 +49,7 @@ class Grant:
     """Leave to submit now to one engine. Void after `time_to_live_ms`, or once a higher queue epoch is known.
 
     `demoted`: a deadline was asked for, could not be promised, and the request goes on without. `predicted_ttft_ms`
-    is, for a ticket with a deadline, the time from its arrival to its first token that was predicted when it came.
+    comes with a promise: when it was given, the first token was predicted to come within that time of the arrival.
     """
 
     request: str
@@ -64,7 +65,11 @@ class Grant:
 
 @dataclass(frozen=True)
 class Refusal:
-    """No entry. `code` is an error code of the HTTP API; `retry_after_ms` is None where a retry cannot help."""
+    """No entry. `code` is an error code of the HTTP API; `retry_after_ms` is None where a retry cannot help.
+
+    `earliest_deadline_ms`, counted like the deadline that was asked for (of the first token where both were), is the
+    earliest that could have been promised.
+    """
 
     request: str
     attempt: int

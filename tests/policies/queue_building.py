@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.fair_queue import FairQueue, QueuePolicy
+from policies.latency_model import StepEstimate
 from policies.tickets import EngineReport, Ticket
 
 
@@ -32,6 +33,7 @@ def report(engine: str = "e0", **changes: Any) -> EngineReport:
         "free_pages": 1000,
         "total_pages": 1000,
         "page_size": 16,
+        "step_estimate": StepEstimate(1e-6, 1e-9, 1e-9, 0.0, 0.0, 0.0),
     }
     return EngineReport(engine=engine, **(fields | changes))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from policies.fair_queue import QUEUE_POLICIES, FairQueue, QueuePolicy
+from policies.latency_model import StepEstimate
 from policies.tickets import EngineReport, Grant, ServiceClass, Ticket
 
 TENANTS = st.sampled_from(["a", "b", "c"])
@@ -56,6 +57,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 3),
         service_class=st.sampled_from(["interactive", "default", "batch"]),
         deadline=st.none() | st.floats(-100.0, 9000.0),
+        demotable=st.booleans(),
         age=st.floats(0.0, 5000.0),
     )
     def push(
@@ -66,6 +68,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         sequences: int,
         service_class: ServiceClass,
         deadline: float | None,
+        demotable: bool,
         age: float,
     ) -> None:
         request, tenant, tokens = f"r{number}", "abc"[number % 3], number * 37 % 300
@@ -79,6 +82,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             sequences,
             service_class,
             remaining_deadline_ms=deadline,
+            demotable=demotable,
             age_ms=age,
             page_hashes=(number % 4, number % 5),
         )
@@ -95,6 +99,10 @@ class FairQueueMachine(RuleBasedStateMachine):
             self.waiting[request] = ticket
             key = (request, attempt)
             self.pushes[key] = self.pushes.get(key, 0) + 1
+        elif refusal.code == "deadline_unattainable":
+            assert deadline is not None and not demotable and self.queue.policy in ("vtc", "lcf")
+            assert refusal.earliest_deadline_ms is None or refusal.earliest_deadline_ms >= age + deadline
+            self.waiting.pop(request, None)
         else:
             held = sum(t.tenant == tenant for t in self.waiting.values())
             assert refusal.code == "queue_full" and request not in self.waiting
@@ -137,10 +145,21 @@ class FairQueueMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    @rule()
+    def break_promises(self) -> None:
+        for refusal in self.queue.break_promises(self.now):
+            ticket = self.waiting.pop(refusal.request)
+            assert refusal.code == "deadline_exceeded" and refusal.attempt == ticket.attempt
+            assert ticket.remaining_deadline_ms is not None and not ticket.demotable
+        # What was demoted waits again: one more push of the same attempt.
+        for request, entry in self.queue._entries.items():
+            if entry.ticket.demoted and not self.waiting[request].demoted:
+                self.waiting[request] = entry.ticket
+
     @rule(timeout_ms=st.floats(0.0, 8000.0))
     def expire(self, timeout_ms: float) -> None:
         for ticket in self.queue.expire(self.now, timeout_ms):
-            assert self.waiting.pop(ticket.request) == ticket
+            assert self.waiting.pop(ticket.request).attempt == ticket.attempt
 
     @rule(
         engine=ENGINES,
@@ -231,7 +250,7 @@ class FairQueueMachine(RuleBasedStateMachine):
                 self.waiting[ticket.request] = ticket
                 key = (ticket.request, ticket.attempt)
                 self.pushes[key] += 1
-        for ticket in asking.values():
+        for ticket in self.waiting.values():
             assert self.queue._accounts.tenants[ticket.tenant].counter == places[ticket.tenant]
 
     def deliver(self, engine: str, *args: Any) -> None:
@@ -271,6 +290,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             tenant_pages={"a": (100 - free) // 2},
             tenant_prefill_tokens={"a": prefill},
             remaining=((running, 100 - free),) * min(running, 1),
+            step_estimate=StepEstimate(1e-3, 1e-5, 1e-4, 0.0, 0.0, 0.1) if self.steps[engine] % 7 else None,
             page_hashes_added=(self.steps[engine] % 5,),
             page_hashes_removed=((self.steps[engine] + 2) % 5,),
         )
@@ -296,6 +316,15 @@ class FairQueueMachine(RuleBasedStateMachine):
         for tenant, state in self.queue.snapshot().items():
             total = sum(served.get(tenant, 0.0) for served in self.counted.values())
             assert math.isclose(state.served, total, abs_tol=1e-6)
+
+    @invariant()
+    def promises_are_those_of_waiting_tickets(self) -> None:
+        table = self.queue._admission._table
+        promised = table.requests(table.due > -math.inf)
+        assert len(promised) == len(set(promised)) == len(table)
+        for request in promised:
+            promise, entry = table.get(request), self.queue._entries[request]
+            assert promise is not None and promise.due == entry.rank and not entry.ticket.demoted
 
     @invariant()
     def every_ticket_stands_in_its_queue_once(self) -> None:

@@ -97,7 +97,7 @@ def test_deadlines_do_not_change_the_shares() -> None:
     queue = make_queue()
     queue.observe_report(open_engine())
     for i in range(4):
-        queue.push(ticket(f"a{i}", "a", remaining_deadline_ms=1.0), 0.0)
+        queue.push(ticket(f"a{i}", "a", remaining_deadline_ms=1000.0), 0.0)
         queue.push(ticket(f"b{i}", "b"), 0.0)
     assert granted(queue)[:4] == ["a0", "b0", "a1", "b1"]
 
