@@ -333,7 +333,9 @@ class EngineActor:
 
     async def stats(self) -> EngineStatsSnapshot:
         """Counters for metrics."""
-        return self._stats.snapshot(time.monotonic())
+        snapshot = self._stats.snapshot(time.monotonic())
+        scheduler = self._scheduler
+        return snapshot if scheduler is None else replace(snapshot, prefix=scheduler.prefix_counters())
 
     def _observe(self, outcome: StepOutcome) -> EngineReport:
         """Count a turn and write its report. Runs in the step loop's thread, which owns the scheduler."""

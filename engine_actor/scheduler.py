@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from engine_actor.running import RunningSet
 from engine_actor.sampling.state import SamplingState, step_logprobs
 from engine_actor.sequence import SequenceState, derive_seed
 from engine_actor.service import ServiceAccounts
+from engine_actor.stats import PrefixCounters
 from engine_actor.step import StepRecord, StepResult
 from policies.engine_shares import EngineShares
 from policies.memory import VictimCandidate, choose_victim
@@ -152,6 +153,13 @@ class Scheduler:
             name: self.service.prices.cost(computed_input=tenant.input_left, output=tenant.output_left)
             for name, tenant in self._live.tenants.items()
         }
+
+    def prefix_counters(self) -> dict[str, PrefixCounters]:
+        """What the prefix cache gave each tenant so far. May be called from another thread."""
+        counters = {name: replace(own) for name, own in dict(self.service.prefix).items()}
+        for owner, pages in dict(self.cache.evicted_by_owner).items():
+            counters.setdefault(owner, PrefixCounters()).evicted_pages = pages
+        return counters
 
     def unclaimed_pages(self) -> int:
         """Pages that new requests may take: free or evictable, inside the utilization limit, and needed by no live

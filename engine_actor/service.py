@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from engine_actor.sequence import SequenceState
+from engine_actor.stats import PrefixCounters
 from policies.service import ServicePrices
-
-
-@dataclass
-class PrefixCounters:
-    """Prompt tokens of one tenant found in the prefix cache, and those that were not. Cumulative."""
-
-    hit_tokens: int = 0
-    miss_tokens: int = 0
 
 
 class ServiceAccounts:

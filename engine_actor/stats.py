@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine_actor.executor import ExecutorInfo, GraphCounters
 
@@ -67,6 +67,15 @@ class Histogram:
         return HistogramSnapshot(self.bounds, tuple(self.counts), self.sum)
 
 
+@dataclass
+class PrefixCounters:
+    """Prompt tokens of one tenant that the prefix cache held and did not hold, and pages it gave up. Cumulative."""
+
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+    evicted_pages: int = 0
+
+
 @dataclass(frozen=True)
 class EngineStatsSnapshot:
     """State of one engine at one moment. Counters are cumulative since `engine_epoch` began; times in s.
@@ -100,6 +109,8 @@ class EngineStatsSnapshot:
     info: ExecutorInfo | None = None
     nonfinite_requests: int = 0
     """Requests ended because the model returned logits that are not finite."""
+    prefix: dict[str, PrefixCounters] = field(default_factory=dict)
+    """By tenant. Pages of a namespace that several tenants share are counted for the tenant ""."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -206,7 +206,7 @@ class GatewayApp:
             identity,
             pool,
             self.quota,
-            self.directory.cache_salt(tenant.id),
+            self.directory.cache_namespace(tenant),
             parsed,
             self._waiting_timeouts[pool.model],
         )

@@ -129,9 +129,9 @@ class TenantDirectory:
         """Tells whether two gateways have the same server secret, and nothing about it."""
         return self._hasher.cache_salt("+secret check")
 
-    def cache_salt(self, tenant_id: str) -> str:
-        """The prefix-cache namespace of a tenant."""
-        return self._hasher.cache_salt(tenant_id)
+    def cache_namespace(self, tenant: Tenant) -> str:
+        """The prefix-cache namespace of a tenant: its own, or the one of all tenants that chose to share."""
+        return self._hasher.cache_salt("+shared" if tenant.shared_prefix_cache else tenant.id)
 
     def request_digest(self, content: bytes) -> str:
         """What may be kept of a request in order to know it again."""

@@ -116,7 +116,9 @@ class Tenant(_Model):
 
     A request must fit `limits`, those of its model and those of its class. `api_keys` is filled in the
     config only: the directory keeps hashes and hands out tenants without keys. A disabled tenant's keys are
-    treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used.
+    treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used. With
+    `shared_prefix_cache` its prompts use cached prefixes of all tenants that have set it: each of them can tell
+    from the time to a first token whether another sent the same beginning.
     """
 
     id: TenantId
@@ -125,6 +127,7 @@ class Tenant(_Model):
     enabled: bool = True
     deleted: bool = False
     demo: bool = False
+    shared_prefix_cache: bool = False
     models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     limits: Limits = Limits()
     model_limits: dict[str, Limits] = {}

@@ -49,10 +49,13 @@ class RadixCache:
         """Pages given up so far, per owner of the namespace they were in."""
 
     def root(self, namespace: str, owner: str = "", weight: float = 1.0) -> Root:
-        """The root of a namespace. `owner` is the tenant its pages count for; the last weight given holds."""
+        """The root of a namespace. `owner` is the tenant its pages count for, "" once there were several; the last
+        weight given holds."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace, owner)
+        if root.owner != owner:
+            root.owner = ""
         root.weight = weight
         root.used_at = self.inserted_pages
         return root

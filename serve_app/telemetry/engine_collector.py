@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import UnknownMetricFamily
 from prometheus_client.registry import Collector
 
-from engine_actor.stats import EngineStatsSnapshot, Histogram, HistogramSnapshot
+from engine_actor.stats import EngineStatsSnapshot, Histogram, HistogramSnapshot, PrefixCounters
 
 STALE_AFTER_S = 30.0
 """An engine that sent no snapshot for so long is not shown: better no series than a frozen one."""
@@ -66,6 +66,22 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {
 """The exposition appends _total."""
 
 
+PREFIX_COUNTERS: dict[str, tuple[str, Callable[[PrefixCounters], float]]] = {
+    "tenant_prefix_cache_hit_tokens": (
+        "Input tokens of a tenant found in the prefix cache.",
+        lambda counters: counters.hit_tokens,
+    ),
+    "tenant_prefix_cache_miss_tokens": (
+        "Input tokens of a tenant that had to be computed.",
+        lambda counters: counters.miss_tokens,
+    ),
+    "tenant_prefix_cache_evicted_pages": (
+        "KV pages of a tenant's cached prefixes given up. Those that several tenants share go under no tenant.",
+        lambda counters: counters.evicted_pages,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class _Received:
     snapshot: EngineStatsSnapshot
@@ -75,9 +91,12 @@ class _Received:
 class EngineMetrics(Collector):
     """Keeps the newest snapshot per engine. Register it with a CollectorRegistry."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives monotonic seconds."""
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, tenant_label: Callable[[str], str] = str
+    ) -> None:
+        """`clock` gives monotonic seconds. `tenant_label` bounds the number of series: the label of a tenant."""
         self._clock = clock
+        self._tenant_label = tenant_label
         self._received: dict[str, _Received] = {}
 
     def update(self, snapshot: EngineStatsSnapshot) -> None:
@@ -129,6 +148,21 @@ class EngineMetrics(Collector):
         yield age
         yield _info_family(rows)
         yield from _graph_families(rows)
+        yield from self._prefix_families(rows)
+
+    def _prefix_families(
+        self, rows: list[tuple[tuple[str, str], EngineStatsSnapshot]]
+    ) -> Iterator[CounterMetricFamily]:
+        for name, (help_text, value) in PREFIX_COUNTERS.items():
+            family = CounterMetricFamily(name, help_text, labels=(*LABELS, "tenant"))
+            for labels, snapshot in rows:
+                totals: dict[str, float] = {}
+                for tenant, counters in snapshot.prefix.items():
+                    label = self._tenant_label(tenant) if tenant else ""
+                    totals[label] = totals.get(label, 0.0) + value(counters)
+                for label, total in totals.items():
+                    family.add_metric((*labels, label), total)
+            yield family
 
 
 def _info_family(rows: list[tuple[tuple[str, str], EngineStatsSnapshot]]) -> Metric:

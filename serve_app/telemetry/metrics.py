@@ -61,7 +61,7 @@ class GatewayMetrics:
 
     def __init__(self, models: Collection[str], max_tenants: int = 200) -> None:
         """`models` are the served names, aliases included."""
-        self.engines = EngineMetrics()
+        self.engines = EngineMetrics(tenant_label=self._known_tenant)
         self.queues = QueueMetrics(self._tenant_label)
         self._models = frozenset(models)
         self._max_tenants = max_tenants
@@ -192,6 +192,10 @@ class GatewayMetrics:
 
     def _tenant(self, record: RequestRecord) -> str:
         return "unknown" if record.tenant is None else self._tenant_label(record.tenant)
+
+    def _known_tenant(self, tenant: str) -> str:
+        """For counters of engines, which remember tenants that exist no more."""
+        return tenant if tenant in self._tenants else "other"
 
     def _tenant_label(self, tenant: str) -> str:
         if tenant not in self._tenants:

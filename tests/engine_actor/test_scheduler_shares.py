@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -206,6 +207,19 @@ def test_d01_equal_prompts_of_two_tenants_share_nothing() -> None:
     assert record is not None and record.length.tolist() == [100, 100]
     drain(scheduler, runner)
     assert scheduler.service.cached_tokens == 0
+
+
+def test_tenants_of_one_namespace_share_and_counters_go_to_whom_they_belong() -> None:
+    scheduler, runner = make(num_pages=30)
+    for tenant in "ab":
+        shared = dataclasses.replace(request(tenant, [5] * 100, 2, tenant=tenant), namespace="both")
+        scheduler.submit(shared, 0.0)
+        drain(scheduler, runner)
+    own = {name: (c.hit_tokens, c.miss_tokens) for name, c in scheduler.prefix_counters().items()}
+    assert own == {"a": (0, 100), "b": (96, 4)}
+    scheduler.submit(request("c", [6] * 400, 2, tenant="c"), 0.0)
+    drain(scheduler, runner)
+    assert scheduler.prefix_counters()[""].evicted_pages == 3, "29 pages, 26 of them for c"
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client import parser
@@ -8,7 +9,7 @@ from prometheus_client.core import Metric
 
 from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.request import RequestUsage
-from engine_actor.stats import EngineStats, EngineStatsSnapshot
+from engine_actor.stats import EngineStats, EngineStatsSnapshot, PrefixCounters
 from policies.fair_queue import TenantSnapshot
 from serve_app.fair_queue import QueueSnapshot
 from serve_app.telemetry.engine_collector import EngineMetrics
@@ -179,6 +180,23 @@ def test_older_snapshots_do_not_replace_newer_ones() -> None:
     metrics.engines.update(engine_snapshot(running=1, epoch=2))
     metrics.engines.update(engine_snapshot(running=50, epoch=1))
     assert value(metrics, "num_requests_running") == 1
+
+
+def test_prefix_cache_counters_of_tenants_are_bounded_and_end_with_the_tenant() -> None:
+    metrics = GatewayMetrics(["tiny"])
+    metrics.observe(finished(tenant="alpha"))
+    prefix = {
+        "alpha": PrefixCounters(30, 10, 2),
+        "gone": PrefixCounters(1, 2, 3),
+        "left": PrefixCounters(4, 5, 6),
+    }
+    metrics.engines.update(replace(engine_snapshot(running=1), prefix=prefix | {"": PrefixCounters(0, 0, 9)}))
+    assert value(metrics, "tenant_prefix_cache_hit_tokens_total", tenant="alpha") == 30
+    assert value(metrics, "tenant_prefix_cache_miss_tokens_total", tenant="other") == 7
+    assert value(metrics, "tenant_prefix_cache_evicted_pages_total", tenant="other") == 9
+    assert value(metrics, "tenant_prefix_cache_evicted_pages_total", tenant="") == 9
+    metrics.retain_tenants([])
+    assert value(metrics, "tenant_prefix_cache_hit_tokens_total", tenant="other") == 35
 
 
 def test_H01_silent_engine_disappears_instead_of_freezing() -> None:

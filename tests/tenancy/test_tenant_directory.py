@@ -165,6 +165,15 @@ def test_digests_and_salts_need_the_secret_and_differ_by_use() -> None:
         KeyHasher(b"short")
 
 
+def test_d01_a_prefix_cache_is_shared_by_choice_alone() -> None:
+    directory = TenantDirectory([], SECRET)
+    closed = [directory.cache_namespace(Tenant(id=name)) for name in ("alpha", "beta")]
+    shared = [
+        directory.cache_namespace(Tenant(id=name, shared_prefix_cache=True)) for name in ("alpha", "beta")
+    ]
+    assert len({*closed, *shared}) == 3 and shared[0] == shared[1]
+
+
 def test_processes_that_start_together_share_one_secret(tmp_path: Path) -> None:
     path = tmp_path / "new" / "secret"
     with ThreadPoolExecutor(16) as pool:
