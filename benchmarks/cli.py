@@ -219,6 +219,28 @@ def scheduler(
     typer.echo(json.dumps(report) if as_json else table(report))
 
 
+@app.command()
+def quota(
+    tenants: Annotated[int, typer.Option(help="Tenants, each with five limits.", min=1)] = 1000,
+    requests: Annotated[int, typer.Option(help="Reservations to time.", min=10)] = 2000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time reservations and settlements on a redis-server of its own."""
+    from benchmarks.quota import run_quota
+    from tenancy.embedded_redis import RedisServerError
+
+    try:
+        report = run_quota(tenants, requests)
+    except RedisServerError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        for name, value in report.items():
+            typer.echo(f"{name:>18}  {value}")
+
+
 def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict[str, Any]) -> ModelSettings:
     """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
     from pydantic import ValidationError

@@ -68,15 +68,15 @@ local function window(field)
   if logs[field] then return logs[field] end
   local packed, entries = read(4, field), {}
   if packed then
-    local log = cmsgpack.unpack(packed)
-    for i = 1, #log, 2 do
-      -- Not later than now: a clock that stepped back locks nobody out for longer than the window.
-      local at = math.min(log[i], now)
-      if at > now - WINDOW then
-        entries[#entries + 1] = at
-        entries[#entries + 1] = log[i + 1]
-      end
+    local log, first = cmsgpack.unpack(packed), 1
+    local size = #log
+    -- Not later than now: a clock that stepped back locks nobody out for longer than the window.
+    for i = size - 1, 1, -2 do
+      if log[i] <= now then break end
+      log[i] = now
     end
+    while first < size and log[first] <= now - WINDOW do first = first + 2 end
+    entries = first == 1 and log or {unpack(log, first)}
   end
   logs[field] = entries
   return entries
@@ -117,10 +117,11 @@ end
 
 -- Whether `amount` fits `limit` over the last `span` microseconds: what is left, and how long until it fits.
 local function room(log, amount, limit, span)
-  local sum, from = 0, #log + 1
-  while from > 1 and log[from - 2] > now - span do
-    from = from - 2
-    sum = sum + log[from + 1]
+  local sum, from, begin = 0, #log + 1, now - span
+  for i = from - 2, 1, -2 do
+    if log[i] <= begin then break end
+    from = i
+    sum = sum + log[i + 1]
   end
   local over, wait = sum + amount - limit, 0
   if amount > limit then
