@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from policies.admission import Admission, Unattainable, has_deadline
-from policies.backfill import may_backfill, reserve
 from policies.baseline_orders import DlpmOrder, DrrOrder, FcfsOrder, RateLimitOrder
 from policies.engine_load import EngineLoad
 from policies.grants import GrantInFlight, GrantsInFlight
+from policies.head_of_line import choose_instead
 from policies.promises import Promise
 from policies.queue_caps import QueueCaps
 from policies.queue_order import BATCH_SHARE, CachedTokens, QueueOrder, VtcOrder
@@ -52,9 +52,9 @@ class FairQueue:
     `booked` what is granted and not served yet: input, cached input at its own price, predicted output.
 
     When the first ticket fits no engine. A tenant under its share of slots and pages gets in by reclaim
-    (`policies.reclaim`). One over its share is passed over, for others that are under theirs. Otherwise it
-    keeps its place and a start is reserved: passing it over would let small requests starve a large one. Others
-    go before it only if they will have ended by then (`policies.backfill`).
+    (`policies.reclaim`). One over its share may be passed over. Otherwise it keeps its place and a start is
+    reserved: passing it over would let small requests starve a large one. Others go before it only if they will
+    have ended by then (`policies.head_of_line`).
 
     Invariants: a counter never falls; a push leads to one grant at most, and until then the ticket waits here
     unless it is withdrawn, replaced or expired; a waiting request has no grant in flight; booked >= 0.
@@ -217,7 +217,10 @@ class FairQueue:
             shares = self._pool_shares()
             engine = choose_reclaim(entry.ticket, shares)
             if engine is None:
-                entry, engine = self._behind_the_head(self._order.front(now, LOOK_BEHIND), shares)
+                front = self._order.front(now, LOOK_BEHIND)
+                instead = choose_instead(front, shares, self._prices, self._virtual_service)
+                if instead is not None:
+                    entry, engine = instead
         return None if engine is None else self._grant(entry, engine, now)
 
     def observe_report(self, report: EngineReport, now: float | None = None) -> None:
@@ -281,34 +284,6 @@ class FairQueue:
 
     # Placement --------------------------------------------------------------------------------------------------
 
-    def _behind_the_head(
-        self, front: list[QueuedTicket], shares: PoolShares
-    ) -> tuple[QueuedTicket, EngineLoad | None]:
-        """The first ticket of `front` fits nowhere: who may go instead."""
-        engines = self._engines.values()
-        head = front[0]
-        for entry in front:
-            if shares.is_over(entry.ticket.tenant):
-                continue
-            if entry is not front[0]:
-                engine = choose_engine(entry.ticket, engines, self._prices) or choose_reclaim(
-                    entry.ticket, shares
-                )
-                if engine is not None:
-                    return entry, engine
-            head = entry
-            break
-        reservation = reserve(head.ticket, engines)
-        if reservation is not None:
-            for entry in front:
-                if entry is head:
-                    continue
-                allowed = [engine for engine in engines if may_backfill(entry.ticket, engine, reservation)]
-                engine = choose_engine(entry.ticket, allowed, self._prices)
-                if engine is not None:
-                    return entry, engine
-        return head, None
-
     def _grant(self, entry: QueuedTicket, engine: EngineLoad, now: float) -> Grant:
         ticket, tenant = entry.ticket, self._accounts.tenants[entry.ticket.tenant]
         promise = self._admission.start(ticket.request)
@@ -352,6 +327,9 @@ class FairQueue:
                 self._engines.values(), lambda name: self._accounts.tenant(name).weight, weight
             )
         return self._shares
+
+    def _virtual_service(self, entry: QueuedTicket) -> float:
+        return self._accounts.tenants[entry.ticket.tenant].key
 
     def _cached_tokens(self, ticket: Ticket) -> int:
         return max((engine.cached_tokens(ticket) for engine in self._engines.values()), default=0)
