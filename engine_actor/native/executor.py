@@ -11,7 +11,7 @@ from engine_actor.attention.base import token_positions, token_slots
 from engine_actor.executor import Executor, ExecutorInfo
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.models.layers import softcap
-from engine_actor.native.build import load_library
+from engine_actor.native.build import best_instructions, load_library
 from engine_actor.native.memory import zeros
 from engine_actor.native.weights import PackedModel, check_shape
 from engine_actor.step import Int32, StepRecord
@@ -95,7 +95,7 @@ class NativeExecutor(Executor):
         self._seconds = np.zeros(len(PARTS))
         self.info = ExecutorInfo(
             executor="native",
-            attention_backend="native",
+            attention_backend=f"native-{best_instructions().name}",
             device="cpu",
             dtype="bfloat16",
             quantization=quantization,

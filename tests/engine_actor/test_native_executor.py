@@ -174,9 +174,19 @@ def test_qkv_bias_equals_transformers(make_record, make_row) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("instructions", build.INSTRUCTION_SETS, ids=lambda instructions: instructions.name)
 def test_bit_equal_whole_or_in_chunks_alone_or_batched_cold_or_warm(
-    make_record, make_row, quantization: str
+    make_record,
+    make_row,
+    quantization: str,
+    instructions: build.InstructionSet,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", (instructions,))
+    try:
+        build.best_instructions()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
     checkpoint = random_checkpoint(config(9, 3, 64, intermediate_size=128))
     executor = NativeExecutor(checkpoint, num_pages=100, threads=2, quantization=quantization)
     tokens = prompt(150, 1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from engine_actor.attention.base import token_positions, token_slots
 from engine_actor.native import build
-from engine_actor.native.build import NativeUnavailable, load_library
+from engine_actor.native.build import NativeUnavailable, best_instructions, load_library
 from engine_actor.native.executor import StepArrays
 from engine_actor.native.memory import Arena
 from engine_actor.native.packing import (
@@ -33,10 +33,13 @@ STORE, ADD, SILU_MUL, GELU_MUL = range(4)
 FACTORS = np.array([1.0, 0.1, 0.01, 0.001] * 64, dtype=np.float32)
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=build.INSTRUCTION_SETS, ids=lambda instructions: instructions.name)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    instructions = request.param
     try:
-        return load_library()
+        if build.INSTRUCTION_SETS.index(instructions) < build.INSTRUCTION_SETS.index(best_instructions()):
+            pytest.skip(f"this CPU has no {instructions.name}")
+        return load_library(instructions)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -314,20 +317,26 @@ def test_rope_store_and_attention(
 
 
 def test_no_compiler_and_a_failing_one_are_reasons(
-    library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.AVX2.cpu_flags))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler \(no-such-compiler\)"):
         load_library()
+    build.main()
+    assert capsys.readouterr().out.startswith(
+        "no native kernels, torch runs instead: there is no C++ compiler"
+    )
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(NativeUnavailable, match="failed"):
         load_library()
     assert [file.name for file in build.cache_directory().iterdir()] == ["lock"]
 
 
-def test_a_cpu_without_the_instructions_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = frozenset(build.CPU_FLAGS) - {"avx512_bf16"}
-    monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
-    with pytest.raises(NativeUnavailable, match="the CPU has no avx512_bf16"):
-        load_library()
+def test_the_best_instructions_of_the_cpu_are_taken() -> None:
+    every = frozenset(build.AVX512.cpu_flags) | frozenset(build.AVX2.cpu_flags)
+    assert best_instructions(every) is build.AVX512
+    assert best_instructions(every - {"avx512_bf16"}) is build.AVX2
+    with pytest.raises(NativeUnavailable, match="the CPU has no avx2"):
+        best_instructions(every - {"avx512_bf16", "avx2"})
