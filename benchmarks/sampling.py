@@ -1,4 +1,7 @@
-"""What sampling costs, per row and setting: from the wishes of requests to tokens, without a model."""
+"""What sampling costs, per row and setting: from the wishes of requests to tokens, without a model.
+
+Probabilities fall with the rank as they do in text; those of "flat" settings hardly fall, the worst case for top_p.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {},
     "top_k 40": {"top_k": 40},
     "top_p 0.9": {"top_p": 0.9},
+    "flat, top_p 0.9": {"top_p": 0.9},
     "top_k 40, top_p 0.9": {"top_k": 40, "top_p": 0.9},
     "min_p 0.05": {"min_p": 0.05},
     "greedy, penalties": {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
@@ -37,12 +41,17 @@ def run(rows: int, vocab: int, repeat: int) -> dict[str, dict[str, float]]:
     The rounds go through the settings in turn, so that a busy machine slows all of them alike. One thread.
     """
     torch.set_num_threads(1)
-    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    generator = torch.Generator().manual_seed(0)
+    rank = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(rows)])
+    peaked = -1.5 * torch.log(rank + 1.0)  # by rank as in text (Zipf): 60 tokens hold nine tenths
+    flat = torch.randn(rows, vocab, generator=generator)
     states = {name: [_state(row, vocab, params) for row in range(rows)] for name, params in SETTINGS.items()}
     best = dict.fromkeys(SETTINGS, float("inf"))
     for _ in range(repeat):
         for name, params in SETTINGS.items():
-            copy = logits.clone()  # as the executor makes new ones each step
+            copy = (
+                flat if name.startswith("flat") else peaked
+            ).clone()  # as the executor makes new ones each step
             begin = time.perf_counter()
             _step(copy, SamplingParams(1, **({"temperature": 1.0} | params)), states[name])
             best[name] = min(best[name], time.perf_counter() - begin)

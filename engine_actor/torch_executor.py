@@ -42,12 +42,15 @@ class TorchExecutor(Executor):
 
         The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
         `threads` is the number of CPU threads, None for torch's choice. With FlashInfer, decode steps of up to
-        `graph_rows` rows become CUDA graphs. Raises ValueError for an unknown dtype or a pool without a usable page,
+        `graph_rows` rows become CUDA graphs. Raises ValueError for a dtype that is unknown or unsafe for the model, or a pool without a usable page,
         AttentionUnavailable for an attention backend that was insisted on and can not be used.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
         config = checkpoint.config
+        if dtype == "float16" and config.post_norms:
+            # The size of their activations is known to leave the range of float16.
+            raise ValueError(f"dtype float16 overflows in {config.architecture}: take bfloat16 or float32")
         self.num_pages = pool_pages(config, DTYPES[dtype], num_pages, kv_memory_bytes)
         self._device = torch.device(device)
         self._threads = threads or torch.get_num_threads()

@@ -53,12 +53,16 @@ def _build(metadata: Mapping[str, Any]) -> Tokenizer:
         bos_by_default = True
     else:
         raise LoadError(f"tokenizer.ggml.model {kind!r} is not supported (gpt2 and llama are)")
+    control, ordinary = [], []
     for token, token_type in zip(tokens, types, strict=True):
         # Some files mark end-of-turn tokens as ordinary ones: they are control tokens whatever the file says.
         if token_type in (_UNKNOWN, _CONTROL) or token in END_OF_TURN:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            control.append(AddedToken(token, special=True, normalized=False))
         elif token_type == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+            ordinary.append(AddedToken(token, special=False, normalized=False))
+    # All at once: each call looks at every added token again, and some models have thousands.
+    backend.add_special_tokens(control)
+    backend.add_tokens(ordinary)
     ids = {short: metadata.get(f"tokenizer.ggml.{name}_token_id") for short, name in _NAMED_TOKENS.items()}
     for name, index in ids.items():
         if index is not None and index >= len(tokens):

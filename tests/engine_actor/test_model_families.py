@@ -169,6 +169,12 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(
     assert 0 < ours <= divergence(theirs)
 
 
+def test_j06_float16_is_refused_where_activations_overflow(tmp_path: Path) -> None:
+    save_model(tmp_path, **CASES["gemma3"])
+    with pytest.raises(ValueError, match="float16 overflows in Gemma3ForCausalLM"):
+        TorchExecutor(load_checkpoint(str(tmp_path)), dtype="float16", num_pages=4)
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_gguf_gives_the_tokens_of_safetensors(tmp_path: Path, make_record, make_row, case: str) -> None:
     model = save_model(tmp_path, **CASES[case])
