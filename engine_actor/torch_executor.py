@@ -42,8 +42,9 @@ class TorchExecutor(Executor):
 
         The pool's size is either `num_pages` (the dummy page included) or what fits `kv_memory_bytes`.
         `threads` is the number of CPU threads, None for torch's choice. With FlashInfer, decode steps of up to
-        `graph_rows` rows become CUDA graphs. Raises ValueError for a dtype that is unknown or unsafe for the model, or a pool without a usable page,
-        AttentionUnavailable for an attention backend that was insisted on and can not be used.
+        `graph_rows` rows become CUDA graphs. Raises ValueError for a dtype that is unknown or unsafe for the model
+        or a pool without a usable page, AttentionUnavailable for an attention backend that was insisted on and can
+        not be used.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")

@@ -15,7 +15,6 @@ from torch.nn.functional import kl_div, log_softmax
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.loading.checkpoint import load_checkpoint
 from engine_actor.native.build import NativeUnavailable
-from engine_actor.native.weights import check_shape
 from engine_actor.torch_executor import TorchExecutor
 
 VOCAB = 160
@@ -197,7 +196,6 @@ def test_the_native_executor_computes_a_model_exactly_or_refuses_it(
     save_model(tmp_path, **CASES[case])
     checkpoint = load_checkpoint(str(tmp_path))
     try:
-        check_shape(checkpoint.config)
         native = NativeExecutor(checkpoint, num_pages=64, threads=1)
     except NativeUnavailable as error:
         assert str(error)
