@@ -47,7 +47,7 @@ class Calls:
     def ttft_ms(self) -> dict[str, float]:
         if not self.ttft:
             raise BenchmarkError("no request of the victim was answered")
-        p50, p95, largest = np.percentile(self.ttft, [50, 95, 100]) * 1000
+        p50, p95, largest = (np.percentile(self.ttft, [50, 95, 100]) * 1000).tolist()
         return {"p50": round(p50, 1), "p95": round(p95, 1), "max": round(largest, 1)}
 
 
@@ -132,8 +132,8 @@ async def _measure(base_url: str, load: Load, seconds: float, seed: int) -> dict
         "victim_flooded_ttft_ms": flooded.ttft_ms(),
         "victim_calls": flooded.ok,
         "victim_failed": alone.failed + flooded.failed,
-        "aggressor_ok_share": round(flood.ok / max(1, flood.ok + flood.failed), 4),
         "aggressor_calls": flood.ok,
+        "aggressor_failed": flood.failed,
         "aggressor_tokens_per_s": round(tokens / elapsed, 1),
     }
 
