@@ -335,7 +335,7 @@ class EngineActor:
         """Counters for metrics."""
         snapshot = self._stats.snapshot(time.monotonic())
         scheduler = self._scheduler
-        return snapshot if scheduler is None else replace(snapshot, prefix=scheduler.prefix_counters())
+        return snapshot if scheduler is None else replace(snapshot, prefix=scheduler.state.prefix_counters())
 
     def _observe(self, outcome: StepOutcome) -> EngineReport:
         """Count a turn and write its report. Runs in the step loop's thread, which owns the scheduler."""

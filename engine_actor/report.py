@@ -24,7 +24,7 @@ def engine_report(
     Empties the scheduler's lists of first tokens, completed sequences and changes of the prefix cache.
     """
     config = scheduler.config
-    held, remaining = scheduler.held_and_remaining()
+    held, remaining = scheduler.state.held_and_remaining()
     first_tokens, completed = tuple(scheduler.first_tokens), tuple(scheduler.completed)
     scheduler.first_tokens.clear()
     scheduler.completed.clear()
@@ -34,32 +34,26 @@ def engine_report(
         engine_epoch=scheduler.epoch,
         step=scheduler.step,
         served=dict(scheduler.served),
-        outstanding=scheduler.outstanding(),
+        outstanding=scheduler.state.outstanding(),
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
-        waiting_prefill_tokens=scheduler.waiting_prefill_tokens(),
+        waiting_prefill_tokens=scheduler.state.waiting_prefill_tokens(),
         max_num_seqs=control.batch_limit(),
         max_num_batched_tokens=config.max_num_batched_tokens,
-        free_pages=scheduler.unclaimed_pages(),
+        free_pages=scheduler.state.unclaimed_pages(),
         total_pages=scheduler.cache.total,
         page_size=PAGE_SIZE,
         accepted=accepted,
         draining=draining,
-        live_sequences=scheduler.live_sequences(),
-        tenant_pages=scheduler.tenant_pages(),
-        tenant_prefill_tokens=scheduler.tenant_prefill_tokens(),
+        live_sequences=scheduler.state.live_sequences(),
+        tenant_pages=scheduler.state.tenant_pages(),
+        tenant_prefill_tokens=scheduler.state.tenant_prefill_tokens(),
         first_tokens=first_tokens,
         completed=completed,
         step_estimate=control.estimate,
-        decode_context=sum(s.computed for s in scheduler.running if s.pending == 1),
+        decode_context=scheduler.state.decode_context(),
         peak_kv_tokens=estimate_peak_tokens(held, remaining),
-        remaining=tuple(
-            (
-                max(1, min(s.request.predicted_output_tokens, s.max_tokens) - s.output_tokens),
-                len(s.table.pages),
-            )
-            for s in scheduler.running
-        ),
+        remaining=scheduler.state.predicted_ends(),
         page_hashes_added=added,
         page_hashes_removed=removed,
     )

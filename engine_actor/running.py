@@ -172,6 +172,10 @@ class RunningSet:
         slots = np.flatnonzero(self.used)
         return np.maximum(self.computed[slots] + 1, self.known[slots]).astype(np.int64)
 
+    def decode_context(self) -> int:
+        """KV tokens that one token of every decoding request reads."""
+        return int(self.computed[self.decoding].sum())
+
     def memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each running request, int64 [n]: pages in its table, pages for its known tokens, tokens still expected."""
         slots = np.flatnonzero(self.used)

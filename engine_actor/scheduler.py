@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,9 +28,9 @@ from engine_actor.record import write_record
 from engine_actor.request import EngineRequest, FinishReason, StreamRow
 from engine_actor.running import RunningSet
 from engine_actor.sampling.state import SamplingState, step_logprobs
+from engine_actor.scheduler_state import SchedulerState
 from engine_actor.sequence import SequenceState, derive_seed
 from engine_actor.service import ServiceAccounts
-from engine_actor.stats import PrefixCounters
 from engine_actor.step import StepRecord, StepResult
 from policies.engine_shares import EngineShares
 from policies.memory import VictimCandidate, choose_victim
@@ -102,6 +102,9 @@ class Scheduler:
             self.service,
             chunk_size=config.prefill_chunk_size,
         )
+        self.state = SchedulerState(
+            self._live, self._running, self.cache, self.service, config.kv_cache_utilization_limit
+        )
         self._aborted: list[SequenceState] = []
         self._finished_rows: list[StreamRow] = []
         self.first_tokens: deque[tuple[str, int]] = deque(maxlen=_UNREPORTED_EVENTS)
@@ -130,51 +133,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._finished_rows)
-
-    def waiting_prefill_tokens(self) -> int:
-        """Tokens of accepted prompts, and of outputs to be computed again, that are not scheduled yet."""
-        return self._live.prefill_tokens
-
-    def tenant_prefill_tokens(self) -> dict[str, int]:
-        """The same per tenant."""
-        return {name: t.prefill_tokens for name, t in self._live.tenants.items() if t.prefill_tokens}
-
-    def live_sequences(self) -> dict[str, int]:
-        """Running and waiting requests per tenant; tenants without any are left out."""
-        return {name: tenant.live for name, tenant in self._live.tenants.items()}
-
-    def tenant_pages(self) -> dict[str, int]:
-        """KV pages in the tables of each tenant's running requests; a shared page counts in every table."""
-        return {name: tenant.pages for name, tenant in self._live.tenants.items() if tenant.pages}
-
-    def outstanding(self) -> dict[str, float]:
-        """Priced work per tenant that is accepted and not served yet, by predicted output."""
-        return {
-            name: self.service.prices.cost(computed_input=tenant.input_left, output=tenant.output_left)
-            for name, tenant in self._live.tenants.items()
-        }
-
-    def prefix_counters(self) -> dict[str, PrefixCounters]:
-        """What the prefix cache gave each tenant so far. May be called from another thread."""
-        counters = {name: replace(own) for name, own in dict(self.service.prefix).items()}
-        for owner, pages in dict(self.cache.evicted_by_owner).items():
-            counters.setdefault(owner, PrefixCounters()).evicted_pages = pages
-        return counters
-
-    def unclaimed_pages(self) -> int:
-        """Pages that new requests may take: free or evictable, inside the utilization limit, and needed by no live
-        request for the tokens that it has already."""
-        in_table, _, _ = self._running.memory()
-        needed = -(-(self._running.known_tokens() + 1) // PAGE_SIZE)
-        claimed = int(np.maximum(needed - in_table, 0).sum())
-        claimed += sum(s.pages_to_start for tenant in self._live.tenants.values() for s in tenant.waiting)
-        limit = int(self.config.kv_cache_utilization_limit * self.cache.total)
-        return max(0, self.cache.available - (self.cache.total - limit) - claimed)
-
-    def held_and_remaining(self) -> tuple[list[int], list[int]]:
-        """KV tokens that each live request holds, or will once its known tokens are computed, and output to come."""
-        live = self._live.by_id.values()
-        return [len(s.token_ids) for s in live], [s.predicted_output_left for s in live]
 
     def submit(self, request: EngineRequest, now: float) -> bool:
         """Take a request; False if this (request, attempt) was taken before.

@@ -114,11 +114,11 @@ def check_accounts(scheduler: Scheduler) -> None:
     """Every running total equals the sum over the live requests."""
     live = list(scheduler._live.by_id.values())
     scheduler.cache.check(private=sum(len(s.table.pages) - s.table.shared for s in live))
-    assert scheduler.waiting_prefill_tokens() == sum(s.pending for s in live if not s.decoding)
+    assert scheduler.state.waiting_prefill_tokens() == sum(s.pending for s in live if not s.decoding)
     tenants = {s.request.tenant: [o for o in live if o.tenant is s.tenant] for s in live}
-    assert scheduler.live_sequences() == {name: len(own) for name, own in tenants.items()}
+    assert scheduler.state.live_sequences() == {name: len(own) for name, own in tenants.items()}
     pages = {name: sum(len(s.table.pages) for s in own) for name, own in tenants.items()}
-    assert scheduler.tenant_pages() == {name: count for name, count in pages.items() if count}
+    assert scheduler.state.tenant_pages() == {name: count for name, count in pages.items() if count}
     for name, own in tenants.items():
         tenant = own[0].tenant
         assert tenant.input_left == sum(max(0, s.prompt_tokens - s.served) for s in own), name

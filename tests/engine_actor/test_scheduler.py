@@ -136,7 +136,7 @@ def test_decode_leaves_a_floor_for_prefill_and_every_decode_has_its_turn() -> No
     for _ in range(30):
         record, rows = step(scheduler, runner)
         assert record is not None
-        if scheduler.waiting_prefill_tokens() > 20:
+        if scheduler.state.waiting_prefill_tokens() > 20:
             assert sum(length for length in record.length if length > 1) >= 10
         for row in rows:
             if row.request in progress:
@@ -172,23 +172,23 @@ def test_live_sequences_and_pages_per_tenant() -> None:
     for name in ("one", "two", "three"):
         scheduler.submit(request(name, [1] * 10, tenant="a" if name == "two" else "b"), 0.0)
     step(scheduler, runner)
-    assert scheduler.live_sequences() == {"a": 1, "b": 2}
-    assert scheduler.tenant_pages() == {"a": 1, "b": 1}
+    assert scheduler.state.live_sequences() == {"a": 1, "b": 2}
+    assert scheduler.state.tenant_pages() == {"a": 1, "b": 1}
     drain(scheduler, runner)
-    assert scheduler.live_sequences() == scheduler.tenant_pages() == {}
+    assert scheduler.state.live_sequences() == scheduler.state.tenant_pages() == {}
 
 
 def test_pages_that_accepted_requests_still_need_are_not_reported_as_free() -> None:
     scheduler, runner = make(num_pages=11, kv_cache_utilization_limit=0.8)
-    assert scheduler.unclaimed_pages() == 8
+    assert scheduler.state.unclaimed_pages() == 8
     scheduler.submit(request("a", [1] * 40), 0.0)  # 3 pages, and its first output token is in the third
-    assert scheduler.unclaimed_pages() == 5, "claimed before a page is taken"
+    assert scheduler.state.unclaimed_pages() == 5, "claimed before a page is taken"
     step(scheduler, runner)
-    assert (scheduler.cache.available, scheduler.unclaimed_pages()) == (8, 5), (
+    assert (scheduler.cache.available, scheduler.state.unclaimed_pages()) == (8, 5), (
         "the rest of the chunk is claimed"
     )
     scheduler.submit(request("b", [2] * 100), 0.0)
-    assert scheduler.unclaimed_pages() == 0, "a request that waits for pages claims them"
+    assert scheduler.state.unclaimed_pages() == 0, "a request that waits for pages claims them"
 
 
 def test_non_finite_logits_end_only_that_request() -> None:

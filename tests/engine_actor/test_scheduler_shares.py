@@ -65,7 +65,7 @@ def test_a_returning_tenant_over_and_over_costs_one_preemption_each_time_and_sta
         scheduler.submit(request(name, prompt, 60, tenant="a"), 0.0)
     answers: dict[str, list[int]] = {}
     visits = 0
-    while scheduler.live_sequences().get("a"):
+    while scheduler.state.live_sequences().get("a"):
         name = f"b{visits}"
         prompts[name] = [visits % 50, 3, 4]
         scheduler.submit(request(name, prompts[name], 4, tenant="b"), 0.0)
@@ -87,7 +87,7 @@ def test_pages_are_reclaimed_for_a_tenant_under_its_share_and_charged_once() -> 
     for i in range(8):
         scheduler.submit(request(f"a{i}", [i + 1] * 40, 60, tenant="a", predicted=1), 0.0)
     run_steps(scheduler, runner, 20)
-    before = scheduler.tenant_pages()["a"]
+    before = scheduler.state.tenant_pages()["a"]
     assert before > 20
     scheduler.submit(request("b", [9] * 60, 4, tenant="b", predicted=4), 0.0)
     run_steps(scheduler, runner, 1)
@@ -215,11 +215,11 @@ def test_tenants_of_one_namespace_share_and_counters_go_to_whom_they_belong() ->
         shared = dataclasses.replace(request(tenant, [5] * 100, 2, tenant=tenant), namespace="both")
         scheduler.submit(shared, 0.0)
         drain(scheduler, runner)
-    own = {name: (c.hit_tokens, c.miss_tokens) for name, c in scheduler.prefix_counters().items()}
+    own = {name: (c.hit_tokens, c.miss_tokens) for name, c in scheduler.state.prefix_counters().items()}
     assert own == {"a": (0, 100), "b": (96, 4)}
     scheduler.submit(request("c", [6] * 400, 2, tenant="c"), 0.0)
     drain(scheduler, runner)
-    assert scheduler.prefix_counters()[""].evicted_pages == 3, "29 pages, 26 of them for c"
+    assert scheduler.state.prefix_counters()[""].evicted_pages == 3, "29 pages, 26 of them for c"
 
 
 @pytest.mark.parametrize("caching", [True, False])
