@@ -114,6 +114,7 @@ class Gateway:
         if self._gateway.quota is not None:
             self._gateway.quota.prices = self._prices
         self._gateway.directory.update(tenants)
+        self._gateway.slo = settings.slo
         admin = self._gateway.admin
         admin.prices = settings.prices
         admin.keys = {}

@@ -165,17 +165,22 @@ class FairQueueActor:
                 os._exit(0)
             for ticket in self._queue.expire(now, self._spec.waiting_timeout_ms):
                 self._refuse(ticket)
+            for refusal in self._queue.break_promises(now):
+                self._answer(refusal)
             for name, seen in list(self._engines.items()):
                 if now - seen > _ENGINE_SILENCE_SECONDS:
                     self._lose(name)
             self._pump()
 
     def _refuse(self, ticket: Ticket) -> None:
-        answer = self._answers.get((ticket.request, ticket.attempt))
+        code = "queue_timeout" if self._engines else "engine_unavailable"
+        message = f"no engine could take the request within {self._spec.waiting_timeout_ms / 1000:.0f} s"
+        self._answer(Refusal(ticket.request, ticket.attempt, code, message, retry_after_ms=1000.0))
+
+    def _answer(self, refusal: Refusal) -> None:
+        answer = self._answers.get((refusal.request, refusal.attempt))
         if answer is not None and not answer.done():
-            code = "queue_timeout" if self._engines else "engine_unavailable"
-            message = f"no engine could take the request within {self._spec.waiting_timeout_ms / 1000:.0f} s"
-            answer.set_result(Refusal(ticket.request, ticket.attempt, code, message, retry_after_ms=1000.0))
+            answer.set_result(refusal)
 
     def _lose(self, name: str) -> None:
         logger.warning("engine %s no longer reports", name)
@@ -205,7 +210,7 @@ class FairQueueActor:
             if name not in self._engines:
                 logger.info("engine %s (epoch %d) reports", name, report.engine_epoch)
             self._engines[name] = time.monotonic()
-            self._queue.observe_report(report)
+            self._queue.observe_report(report, time.monotonic())
             self._pump()
 
 

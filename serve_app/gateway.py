@@ -27,6 +27,8 @@ from serve_app.idempotent import REPLAYED, Repeatable, idempotency_key
 from serve_app.pool import ModelPool
 from serve_app.request import RequestLife
 from serve_app.routes import Routes
+from serve_app.settings import SloSettings
+from serve_app.targets import read_targets
 from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.records import Outcome, RequestRecord, bounded
 from serve_app.telemetry.tracing import outgoing_headers
@@ -76,6 +78,7 @@ class GatewayApp:
         self.admin = Admin(directory, [pool.model for pool in pools], SCOPES)
         self._waiting_timeouts = waiting_timeouts
         self.metrics_key: str | None = None
+        self.slo = SloSettings()
         self._routes = Routes(self, version)
         self._cors_origins = cors_origins
         self._off_loop: dict[str, asyncio.Lock] = {}
@@ -208,6 +211,7 @@ class GatewayApp:
             self.quota,
             self.directory.cache_namespace(tenant),
             parsed,
+            read_targets(connection.headers, parsed.service_tier, tenant, self.slo.itl_p95_ms),
             self._waiting_timeouts[pool.model],
         )
         if key is not None:

@@ -70,7 +70,7 @@ class ModelPool:
         `asked_at` is the monotonic time the request first asked. Raises QueueGoneError after `timeout_seconds`.
         """
         while time.monotonic() - asked_at < timeout_seconds:
-            aged = replace(ticket, age_ms=(time.monotonic() - asked_at) * 1e3)
+            aged = _aged(ticket, (time.monotonic() - asked_at) * 1e3)
             try:
                 queue = self._queue_handle()
                 if queue is not None:
@@ -108,3 +108,14 @@ class ModelPool:
             except (ray.exceptions.RayError, asyncio.TimeoutError):
                 self._queue, self.queue_snapshot = None, None
             await asyncio.sleep(_WATCH_SECONDS)
+
+
+def _aged(ticket: Ticket, age_ms: float) -> Ticket:
+    """The ticket of a request that first asked `age_ms` ago."""
+    ttft, deadline = ticket.remaining_ttft_ms, ticket.remaining_deadline_ms
+    return replace(
+        ticket,
+        age_ms=age_ms,
+        remaining_ttft_ms=None if ttft is None else ttft - age_ms,
+        remaining_deadline_ms=None if deadline is None else deadline - age_ms,
+    )

@@ -29,6 +29,7 @@ from serve_app.connection import Connection
 from serve_app.idempotent import Repeatable
 from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
+from serve_app.targets import ADMISSION_HEADER, Targets, elapsed_when_asked, refusal_error
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
 from serve_app.text.text_stream import TextStream
 from serve_app.text.token_entries import PromptEcho, TokenEntry
@@ -95,6 +96,7 @@ class RequestLife:
         quota: QuotaStore,
         namespace: str,
         parsed: ParsedRequest,
+        targets: Targets,
         waiting_timeout_seconds: float,
     ) -> None:
         self.record = record
@@ -105,6 +107,7 @@ class RequestLife:
         self._quota = quota
         self._namespace = namespace
         self._parsed = parsed
+        self._targets = targets
         self._waiting_timeout = waiting_timeout_seconds
         self.headers: dict[str, str] = {}
         """Response headers, for an answer and for an error alike."""
@@ -120,6 +123,7 @@ class RequestLife:
         ]
         record.sequences = len(self._sequences)
         record.stream = parsed.stream
+        record.ttft_target_ms, record.deadline_ms = targets.ttft_ms, targets.deadline_ms
 
     @property
     def complete(self) -> bool:
@@ -150,6 +154,7 @@ class RequestLife:
         demand = Demand(
             request_id=self.record.request,
             model=self._pool.model,
+            service_class=self._targets.service_class,
             slots=len(self._sequences),
             input_tokens=self.usage().prompt_tokens,
             output_tokens=longest * len(self._sequences),
@@ -255,6 +260,7 @@ class RequestLife:
         """Step 4: wait for this tenant's turn."""
         n_in = sum(len(sequence.prompt) for sequence in self._sequences)
         predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
+        elapsed_ms = elapsed_when_asked(self.record.now_ms(), asked_at)
         ticket = Ticket(
             request=self.id,
             attempt=self.record.attempts,
@@ -263,8 +269,11 @@ class RequestLife:
             input_tokens=n_in,
             predicted_output_tokens=predicted * len(self._sequences),
             sequences=len(self._sequences),
+            service_class=self._targets.service_class,
             page_hashes=self._page_hashes(),
         )
+        longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
+        ticket = self._targets.put_on(ticket, elapsed_ms=elapsed_ms, output_tokens_bound=longest)
         try:
             answer = await self._pool.ask_for_entry(ticket, asked_at, self._waiting_timeout)
         except QueueGoneError:
@@ -273,8 +282,13 @@ class RequestLife:
             self._pool.withdraw(ticket)
             raise
         if isinstance(answer, Refusal):
-            raise ApiError(answer.code, _sentence(answer.message), retry_after_ms=answer.retry_after_ms)
+            raise refusal_error(answer, elapsed_ms)
         self.record.granted_ms = self.record.now_ms()
+        self.record.admission = self._targets.admission(answer)
+        if self.record.admission is not None:
+            self.headers[ADMISSION_HEADER] = self.record.admission
+        if answer.predicted_ttft_ms is not None:
+            self.record.predicted_first_token_ms = elapsed_ms + answer.predicted_ttft_ms
         return answer
 
     async def _submit(self, grant: Grant) -> None:
@@ -294,6 +308,8 @@ class RequestLife:
                 weight=self._tenant.weight,
                 predicted_output_tokens=predicted,
                 queue_epoch=grant.queue_epoch,
+                tpot_ms=self._targets.tpot_ms,
+                itl_ms=self._targets.itl_ms,
             )
             for sequence in self._sequences
         ]
@@ -475,7 +491,3 @@ class RequestLife:
 
 def _api_reason(reason: str | None) -> ApiFinishReason:
     return "length" if reason == "length" else "stop"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."

@@ -211,6 +211,12 @@ class AdminSettings(_Settings):
     allow_remote: bool = False
 
 
+class SloSettings(_Settings):
+    """What the operator wants the pools to keep. `itl_p95_ms`: steps are cut so that gaps between tokens stay below."""
+
+    itl_p95_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class UserConfig(_Settings):
     """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set.
 
@@ -220,6 +226,7 @@ class UserConfig(_Settings):
 
     tenants: list[Tenant] = []
     prices: dict[str, Price] = {}
+    slo: SloSettings = SloSettings()
     admin: AdminSettings | None = None
     metrics_key: Annotated[SecretStr, Field(min_length=16)] | None = None
 

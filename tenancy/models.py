@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from tenancy.keys import MAX_KEY_CHARS, is_well_formed
 
 ServiceClass = Literal["interactive", "default", "batch"]
+ServiceTier = Literal["priority", "default", "flex"]
 OutagePolicy = Literal["closed", "open", "local_share"]
 LimitName = Literal[
     "requests_per_minute",
@@ -118,7 +119,8 @@ class Tenant(_Model):
     config only: the directory keeps hashes and hands out tenants without keys. A disabled tenant's keys are
     treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used. With
     `shared_prefix_cache` its prompts use cached prefixes of all tenants that have set it: each of them can tell
-    from the time to a first token whether another sent the same beginning.
+    from the time to a first token whether another sent the same beginning. `service_tiers` are those that its
+    requests may ask for. One whose deadline cannot be promised is refused, or demoted: it goes on as batch work.
     """
 
     id: TenantId
@@ -132,6 +134,8 @@ class Tenant(_Model):
     limits: Limits = Limits()
     model_limits: dict[str, Limits] = {}
     class_limits: dict[ServiceClass, Limits] = {}
+    service_tiers: Annotated[tuple[ServiceTier, ...], Field(strict=False)] = ("priority", "default", "flex")
+    unattainable_deadline: Literal["refuse", "demote"] = "refuse"
     api_keys: Annotated[tuple[SecretStr, ...], Field(strict=False, repr=False)] = ()
 
     @field_validator("api_keys")

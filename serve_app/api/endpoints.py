@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from engine_actor.request import SamplingParams
 from serve_app.api.errors import context_length_exceeded, invalid_request
@@ -26,6 +27,7 @@ class ParsedRequest:
     builder: ResponseBuilder
     max_tokens_given: bool = True
     """Whether the client set the limit itself."""
+    service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
     echoes: list[PromptEcho] | None = None
     """Each prompt as text, where the answer is to begin with it."""
 
@@ -110,4 +112,4 @@ def _parse(
         )
     sampling = replace(sampling, **body.into(sampling))
     given = limit_field in body.model_fields_set and asked is not None
-    return ParsedRequest(prompts, sampling, body.stop, body.n, body.stream, builder, given)
+    return ParsedRequest(prompts, sampling, body.stop, body.n, body.stream, builder, given, body.service_tier)

@@ -62,6 +62,7 @@ class ApiError(Exception):
     `code` is one of the table above and decides status and type; an unknown one is a ValueError. `param`
     names a field of the request, never its value. `retry_after_ms` is sent with every 429 and 503 (1 s when
     not known). `trace_id` goes into the body of a 500. `should_retry` False: the same request can never succeed.
+    `earliest_deadline_ms` goes into the body of a refused deadline.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ApiError(Exception):
         status: int | None = None,
         trace_id: str | None = None,
         should_retry: bool | None = None,
+        earliest_deadline_ms: int | None = None,
     ) -> None:
         if code not in _CODES:
             raise ValueError(f"unknown error code {code!r}")
@@ -85,6 +87,7 @@ class ApiError(Exception):
         self.type = _CODES[code][1]
         self.trace_id = trace_id
         self._should_retry = should_retry
+        self._earliest_deadline_ms = earliest_deadline_ms
         if retry_after_ms is None and self.status in _RETRY_STATUSES:
             retry_after_ms = _DEFAULT_RETRY_MS
         self.retry_after_ms = retry_after_ms
@@ -96,7 +99,14 @@ class ApiError(Exception):
 
     def to_body(self) -> dict[str, Any]:
         """The OpenAI error object."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self._earliest_deadline_ms is not None:
+            error["earliest_deadline_ms"] = self._earliest_deadline_ms
         if self.trace_id is not None:
             error["trace_id"] = self.trace_id
         return {"error": error}

@@ -54,6 +54,8 @@ def entry(record: RequestRecord) -> dict[str, object]:
         "code": record.error_code,
         "finish_reasons": record.finish_reasons[:16],
         "engine": record.engine,
+        "admission": record.admission,
+        "deadline_met": record.deadline_met,
         "attempts": record.attempts,
         "input_tokens": usage.computed_input + usage.cached_input,
         "cached_tokens": usage.cached_input,

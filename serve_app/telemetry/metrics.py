@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
@@ -98,6 +98,19 @@ class GatewayMetrics:
             ("tenant", "kind"),
             registry=registry,
         )
+        self._deadlines = Counter(
+            "deadline_requests",
+            "Requests that came with a deadline: all that were offered, by what was promised and whether it was met.",
+            (*TENANT_MODEL, "admission", "met"),
+            registry=registry,
+        )
+        self._calibration = Gauge(
+            "deadline_calibration_ratio",
+            "Share of the admitted requests whose first token came within the time predicted on admission.",
+            ("model",),
+            registry=registry,
+        )
+        self._predictions: dict[str, tuple[int, int]] = {}  # by model: within the prediction, in all
         self._queue_wait = Histogram(
             "queue_wait_seconds",
             "Time in the fair queue, until the grant or until the request left without one.",
@@ -167,6 +180,21 @@ class GatewayMetrics:
                 histogram.labels(tenant, model).observe(value_ms / 1000.0)
         if record.inter_token.count:
             self._inter_token.add(tenant, model, record.inter_token)
+        self._observe_deadline(record, tenant, model)
+
+    def _observe_deadline(self, record: RequestRecord, tenant: str, model: str) -> None:
+        met = record.deadline_met
+        if met is None:
+            return
+        admission = record.admission or ("refused" if record.outcome == "refused" else "none")
+        if record.error_code == "deadline_exceeded":
+            admission = "admitted"
+        self._deadlines.labels(tenant, model, admission, "true" if met else "false").inc()
+        if record.predicted_first_token_ms is not None and record.first_token_ms is not None:
+            within, all_of_them = self._predictions.get(model, (0, 0))
+            within += record.first_token_ms <= record.predicted_first_token_ms
+            self._predictions[model] = (within, all_of_them + 1)
+            self._calibration.labels(model).set(within / (all_of_them + 1))
 
     def retain_tenants(self, existing: Collection[str]) -> None:
         """Drop the series of tenants that exist no more. Their places are free for others then."""
@@ -179,6 +207,7 @@ class GatewayMetrics:
                 self._cancelled,
                 self._tokens,
                 self._billed,
+                self._deadlines,
                 self._queue_wait,
                 self._first_token,
                 self._per_token,

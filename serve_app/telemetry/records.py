@@ -96,6 +96,12 @@ class RequestRecord:
     billed: Usage | None = None
     """What the tenant is charged for: each prompt once, however many answers it has."""
 
+    ttft_target_ms: float | None = None
+    deadline_ms: float | None = None
+    admission: Literal["admitted", "demoted"] | None = None
+    predicted_first_token_ms: float | None = None
+    """The client's deadlines for the first and the last token, whether they were promised, and the prediction then."""
+
     outcome: Outcome | None = None
     status: int | None = None
     error_code: str | None = None
@@ -140,6 +146,17 @@ class RequestRecord:
         self.status = status
         self.error_code = error_code
         self.finished_ms = self.now_ms()
+
+    @property
+    def deadline_met(self) -> bool | None:
+        """Whether every deadline of the client was met, promised or not; None where there was none."""
+        if self.ttft_target_ms is None and self.deadline_ms is None:
+            return None
+        first, end = self.first_token_ms, self.finished_ms
+        in_time = self.ttft_target_ms is None or (first is not None and first <= self.ttft_target_ms)
+        if self.deadline_ms is not None:
+            in_time = in_time and self.outcome == "ok" and end is not None and end <= self.deadline_ms
+        return in_time
 
     @property
     def queue_ms(self) -> float | None:

@@ -40,6 +40,12 @@ EXTRA_TENANTS: list[dict[str, Any]] = [
     },
     {"id": "narrow", "api_keys": ["eh_narrow_test"], "limits": {"max_concurrent_requests": 2}},
     {"id": "marked", "api_keys": ["eh_marked_4f1c9ab277d05e13"]},
+    {
+        "id": "patient",
+        "api_keys": ["eh_patient_test"],
+        "unattainable_deadline": "demote",
+        "service_tiers": ["default", "flex"],
+    },
 ]
 """Beside the three of config.yaml: tests of limits must not use up each other's."""
 

@@ -49,6 +49,8 @@ def test_one_object_a_line() -> None:
         "code": None,
         "finish_reasons": ["stop"],
         "engine": None,
+        "admission": None,
+        "deadline_met": None,
         "attempts": 0,
         "input_tokens": 90,
         "cached_tokens": 16,
