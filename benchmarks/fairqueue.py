@@ -7,43 +7,56 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from policies.fair_queue import FairQueue
+from policies.latency_model import StepEstimate
 from policies.tickets import EngineReport, Ticket
 
 T = TypeVar("T")
 
 SLOTS = 256
-_DEADLINE_SHARE = 5  # every fifth ticket has one
+PROMISED_EVERY = 5
+"""Every fifth request has a deadline."""
+
 _GRANTS_PER_REPORT = 8
+_SPEED = StepEstimate(0.005, 2e-5, 1e-4, 1e-8, 1e-9, 0.2)
+_HOURS_MS = 100 * 3_600_000.0
 
 
 def run(queued: int, tenants: int, operations: int) -> dict[str, Any]:
     """Fill a queue, then grant one request and queue another, `operations` times. Times are means.
 
     Half of the requests are interactive, a fifth has a deadline. An engine of 256 slots reports every 8 grants;
-    reports are counted on their own. `us_per_blocked_decision` is the answer that nobody can go, with every slot taken.
+    reports are counted on their own. `ms_per_walk` is an arrival with a deadline, the feasibility walk in it,
+    `us_per_enqueue` one without; `us_per_blocked_decision` the answer that nobody can go, with every slot taken.
     """
     bench = _Bench(queued, tenants)
-    enqueue = decision = report = 0.0
+    enqueue: list[float] = []
+    walk: list[float] = []
+    decision = report = 0.0
     for number in range(operations):
         if number % _GRANTS_PER_REPORT == 0:
             state = bench.report()
-            report += _timed(lambda state=state: bench.queue.observe_report(state))[0]  # type: ignore[misc]
+            report += _timed(lambda state=state: bench.queue.observe_report(state, bench.now))[0]  # type: ignore[misc]
         seconds, grant = _timed(bench.grant)
         decision += seconds
-        assert grant is not None
-        bench.granted.append((grant.request, grant.attempt))
-        enqueue += _timed(bench.enqueue)[0]
-    bench.queue.observe_report(bench.report(free_slots=0))
+        bench.take(grant.request, grant.attempt)
+        ticket = bench.next_ticket()
+        seconds, refusal = _timed(lambda ticket=ticket: bench.queue.push(ticket, bench.now))  # type: ignore[misc]
+        assert refusal is None, refusal
+        (enqueue if ticket.remaining_ttft_ms is None else walk).append(seconds)
+    promises = len(bench.promised)
+    bench.queue.observe_report(bench.report(free_slots=0), bench.now)
     while bench.grant() is not None:
         pass  # tenants under their share, of which the engine could still take two
     blocked = sum(_timed(bench.grant)[0] for _ in range(operations))
     return {
-        "us_per_enqueue": round(enqueue / operations * 1e6, 1),
+        "us_per_enqueue": round(_mean(enqueue) * 1e6, 1),
         "us_per_decision": round(decision / operations * 1e6, 1),
         "us_per_blocked_decision": round(blocked / operations * 1e6, 1),
         "us_per_report": round(report / (operations / _GRANTS_PER_REPORT) * 1e6, 1),
+        "ms_per_walk": round(_mean(walk) * 1e3, 3),
         "queued": queued,
         "tenants": tenants,
+        "promises": promises,
         "classes": 2,
         "operations": operations,
     }
@@ -62,17 +75,23 @@ class _Bench:
         self.queue = FairQueue(
             queue_epoch=1, policy="vtc", max_queued_requests=2 * queued, max_queued_per_tenant=queued
         )
+        self.promised: set[str] = set()
+        self.queue.observe_report(self.report())  # without a speed there are no promises
         for _ in range(queued):
-            self.enqueue()
+            refusal = self.queue.push(self.next_ticket(), self.now)
+            assert refusal is None, refusal
 
     @property
     def now(self) -> float:
         return self._pushed * 1e-3
 
-    def enqueue(self) -> None:
+    def next_ticket(self) -> Ticket:
         number = self._pushed
         self._pushed += 1
-        ticket = Ticket(
+        has_deadline = number % PROMISED_EVERY == 0
+        if has_deadline:
+            self.promised.add(f"r{number}")
+        return Ticket(
             f"r{number}",
             0,
             self._tenant(f"r{number}"),
@@ -80,13 +99,16 @@ class _Bench:
             input_tokens=50 + number * 37 % 600,
             predicted_output_tokens=16 + number * 17 % 200,
             service_class="interactive" if number % 2 else "default",
-            remaining_ttft_ms=500.0 + number * 91 % 20_000 if number % _DEADLINE_SHARE == 0 else None,
+            remaining_ttft_ms=_HOURS_MS + number * 91 % 20_000 if has_deadline else None,
         )
-        refusal = self.queue.push(ticket, self.now)
-        assert refusal is None, refusal
 
     def grant(self) -> Any:
         return self.queue.next_grant(self.now)
+
+    def take(self, request: str, attempt: int) -> None:
+        """The engine gets a granted request."""
+        self.promised.discard(request)
+        self.granted.append((request, attempt))
 
     def report(self, free_slots: int = _GRANTS_PER_REPORT) -> EngineReport:
         """The engine has taken what was granted and served everything live a little."""
@@ -113,6 +135,7 @@ class _Bench:
             total_pages=200_000,
             page_size=16,
             accepted=accepted,
+            step_estimate=_SPEED,
             live_sequences=running,
             tenant_pages={tenant: 20 * count for tenant, count in running.items()},
             remaining=tuple((1 + index % 200, 20) for index in range(len(self._live))),
@@ -126,3 +149,7 @@ def _timed(operation: Callable[[], T]) -> tuple[float, T]:
     begin = time.thread_time()
     result = operation()
     return time.thread_time() - begin, result
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -193,11 +193,16 @@ class VtcOrder(QueueOrder):
     # Keys of the heaps; None: nothing of the tenant waits there.
 
     def _front_key(self, tenant: TenantAccount) -> Key | None:
-        lane = _front_lane(tenant)
-        if not lane:
-            return None
+        lanes = tenant.lanes
+        lane = lanes.get("interactive")
+        lead = INTERACTIVE_LEAD
+        if lane is None:
+            lane, lead = lanes.get("default"), 0.0
+            if lane is None:
+                return None
         head = lane[0]
-        return (_virtual_start(tenant), head.rank, head.order)
+        # Rounded: what moves from booked to served must not move a key.
+        return (round(tenant.key - lead, _DIGITS), head.rank, head.order)
 
     def _batch_key(self, tenant: TenantAccount) -> Key | None:
         lane = tenant.lanes.get("batch")
@@ -214,6 +219,5 @@ def _front_lane(tenant: TenantAccount) -> list[QueuedTicket]:
 
 
 def _virtual_start(tenant: TenantAccount) -> float:
-    """The tenant's virtual service, less its lead. Rounded: what moves from booked to served must not move a key."""
-    key = tenant.key
-    return round(key - INTERACTIVE_LEAD if "interactive" in tenant.lanes else key, _DIGITS)
+    """The tenant's virtual service, less its lead."""
+    return tenant.key - INTERACTIVE_LEAD if "interactive" in tenant.lanes else tenant.key

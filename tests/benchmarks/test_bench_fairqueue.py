@@ -16,8 +16,15 @@ def test_json_has_the_stated_figures() -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["queued"] == 500 and report["tenants"] == 50 and report["classes"] == 2
+    assert 80 <= report["promises"] <= 120, "a fifth"
     times = {key: report[key] for key in report if key.startswith(("us_", "ms_"))}
-    assert {"us_per_enqueue", "us_per_decision", "us_per_blocked_decision", "us_per_report"} <= times.keys()
+    assert {
+        "us_per_enqueue",
+        "us_per_decision",
+        "us_per_blocked_decision",
+        "us_per_report",
+        "ms_per_walk",
+    } <= times.keys()
     assert all(value > 0 for value in times.values()), times
 
 
