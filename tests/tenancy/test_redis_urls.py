@@ -118,7 +118,7 @@ async def works_whole(client: Redis, blocking: Redis, folder: Path) -> None:
 
 async def test_an_acl_user_with_few_rights(servers: Servers, tmp_path: Path) -> None:
     """The rights that the operator's page names are enough."""
-    rights = "~eh:* &* -@all +@read +@write +@scripting +@connection +time +publish"
+    rights = "~eh:* &* +@read +@write +@scripting +@connection +time"
     port, _ = servers.start(config=f"user default off\nuser evenhand on >pa:ss@word {rights}\n")
     url = f"redis://evenhand:pa%3Ass%40word@127.0.0.1:{port}/0?{PATIENT}"
     client, blocking = connect(url), connect(url)
