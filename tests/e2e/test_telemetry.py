@@ -215,7 +215,7 @@ def test_metrics_need_their_key(stub: Any, key: str | None) -> None:
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_no_key_and_no_prompt_is_written_anywhere(stub: Any, traffic: Traffic) -> None:
+def test_F05_no_key_and_no_prompt_is_written_anywhere(stub: Any, traffic: Traffic) -> None:
     secret = {
         "a tenant's key": stub.key("marked"),
         "a wrong key": WRONG_KEY,

@@ -226,5 +226,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.free == self.cache.total
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestD07CacheMachine = CacheMachine.TestCase
+TestD07CacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -259,5 +259,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert answer or name in self.aborted
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestD06D07SchedulerMachine = SchedulerMachine.TestCase
+TestD06D07SchedulerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -63,7 +63,7 @@ def test_byte_fallback_pieces(byte_fallback: Tokenizer, ids: list[int]) -> None:
 TEXT = "Café 👩‍👩‍👧‍👦 🇫🇷 ภาษาไทย 한국어 日本語 — done"
 
 
-def test_characters_of_several_tokens_come_whole(smollm: Tokenizer) -> None:
+def test_A05_characters_of_several_tokens_come_whole(smollm: Tokenizer) -> None:
     ids = smollm.encode_text(TEXT)
     pieces = stream(smollm, ids)
     assert "".join(pieces) == TEXT
@@ -71,7 +71,7 @@ def test_characters_of_several_tokens_come_whole(smollm: Tokenizer) -> None:
     assert "" in pieces  # something was held back
 
 
-def test_a_limit_inside_a_character(smollm: Tokenizer) -> None:
+def test_A05_a_limit_inside_a_character(smollm: Tokenizer) -> None:
     ids = smollm.encode_text("👍🏽")
     for cut in range(1, len(ids) + 1):
         pieces = stream(smollm, ids[:cut])
