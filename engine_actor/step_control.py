@@ -11,7 +11,7 @@ from engine_actor.step import StepRecord
 from policies.latency_model import StepEstimate, StepFeatures, StepTimeModel
 from policies.step_budget import decode_batch_limit, decode_slack, memory_batch_limit, step_token_budget
 
-_LENGTH_RATE = 1.0 / 64
+_LENGTH_MEMORY = 1.0 - 1.0 / 64
 _LENGTHS_TO_TRUST = 32
 
 
@@ -44,9 +44,9 @@ class StepControl:
         """`model` may come calibrated."""
         self._scheduler = scheduler
         self._model = model or StepTimeModel()
-        self._mean_tokens = 0.0
-        self._variance = 0.0
         self._lengths = 0
+        # Sums over ended requests, each weighted by its steps: steps, tokens held, their squares.
+        self._steps = self._held = self._held_squares = 0.0
 
     @property
     def estimate(self) -> StepEstimate | None:
@@ -58,7 +58,8 @@ class StepControl:
         self._model.observe(step_features(record), seconds)
         for row in rows:
             if row.finish_reason in ("stop", "length") and row.usage is not None:
-                self._observe_length(row.usage.computed_input + row.usage.output)
+                usage = row.usage
+                self._observe_life(usage.computed_input + usage.cached_input, usage.output)
 
     def token_budget(self, now: float) -> int | None:
         """Tokens of the next step, or None where the configured bound stands."""
@@ -100,9 +101,10 @@ class StepControl:
         scheduler = self._scheduler
         limit = scheduler.config.max_num_seqs
         if self._lengths >= _LENGTHS_TO_TRUST:
+            mean = self._held / self._steps
             limit = memory_batch_limit(
-                mean_tokens=self._mean_tokens + PAGE_SIZE / 2,  # half of the last page is empty
-                deviation=self._variance**0.5,
+                mean_tokens=mean + PAGE_SIZE / 2,  # half of the last page is empty
+                deviation=max(0.0, self._held_squares / self._steps - mean * mean) ** 0.5,
                 kv_tokens=scheduler.cache.total * PAGE_SIZE,
                 limit=limit,
             )
@@ -119,10 +121,13 @@ class StepControl:
             estimate, target=target / 1e3, mean_context=contexts / len(scheduler.running), limit=limit
         )
 
-    def _observe_length(self, tokens: int) -> None:
-        """Running mean and variance of the KV tokens that a request takes in the end."""
+    def _observe_life(self, prompt: int, output: int) -> None:
+        """Learn the KV tokens that a running request holds: from `prompt` to `prompt + output`, one more each step.
+
+        A request counts by its steps, as it does in the batch that a look at a random moment finds.
+        """
         self._lengths += 1
-        rate = max(_LENGTH_RATE, 1.0 / self._lengths)
-        difference = tokens - self._mean_tokens
-        self._mean_tokens += rate * difference
-        self._variance = (1.0 - rate) * (self._variance + rate * difference * difference)
+        self._steps = _LENGTH_MEMORY * self._steps + output
+        self._held = _LENGTH_MEMORY * self._held + output * (prompt + output / 2)
+        square = prompt * prompt + prompt * output + output * output / 3
+        self._held_squares = _LENGTH_MEMORY * self._held_squares + output * square

@@ -88,12 +88,14 @@ def decode_batch_limit(estimate: StepEstimate, *, target: float, mean_context: f
 
 
 def memory_batch_limit(
-    *, mean_tokens: float, deviation: float, kv_tokens: int, limit: int, z: float = 1.645
+    *, mean_tokens: float, deviation: float, kv_tokens: int, limit: int, z: float = 0.5
 ) -> int:
-    """Largest batch that overflows `kv_tokens` once in twenty times at most; 1 to `limit`.
+    """Largest batch that hardly ever takes much more than `kv_tokens`; 1 to `limit`.
 
-    Requests take `mean_tokens` of KV with a standard `deviation`, independently, so b of them take about
-    b * mean + z * deviation * sqrt(b): the memory half of dynamic batching (arXiv 2503.05248).
+    At a random moment a running request holds `mean_tokens` of KV with a standard `deviation`, independently, so b of
+    them hold about b * mean + z * deviation * sqrt(b): the memory half of dynamic batching (arXiv 2503.05248), which
+    counts requests at their full length. That leaves half of the cache empty where outputs are long. An overflow
+    costs one preemption, so the margin is small too.
     """
     if mean_tokens <= 0:
         return limit

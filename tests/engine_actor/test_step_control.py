@@ -155,7 +155,16 @@ def test_the_batch_follows_memory() -> None:
     for index in range(40):
         engine.submit(f"r{index}", 200, 8)
     engine.run()
-    assert engine.control.batch_limit() == 7  # 208 tokens and half a page each, of 1,600
+    assert engine.control.batch_limit() == 7  # 204 tokens at half its life and half a page each, of 1,600
+
+
+def test_long_outputs_are_counted_at_what_they_hold_on_average() -> None:
+    engine = VirtualEngine(num_pages=101)
+    for index in range(40):
+        engine.submit(f"r{index}", 8, 200)
+    engine.run()
+    # From 8 to 208 tokens: 108 on average, 58 of deviation, half a page each.
+    assert engine.control.batch_limit() == 12
 
 
 def test_reports_carry_events_once_and_what_comes_later_keeps_those_before() -> None:
