@@ -46,6 +46,10 @@ class SchedulerConfig:
 
     `kv_cache_utilization_limit` is the share of the pool that the estimated peak of the admitted requests may take,
     `kv_watermark` the share that an admission leaves available for those that already run.
+
+    Two habits of older engines, for comparison: `request_level_batching` starts the next requests only when all before
+    them have ended (what Orca, OSDI'22, did away with); `prefill_first` leaves decodes out of a step that has prompts
+    to compute (vLLM before chunked prefill).
     """
 
     max_num_seqs: int
@@ -55,6 +59,8 @@ class SchedulerConfig:
     kv_cache_utilization_limit: float = 1.0
     prefix_caching: bool = True
     kv_watermark: float = 0.01
+    request_level_batching: bool = False
+    prefill_first: bool = False
 
 
 class Scheduler:
@@ -196,9 +202,12 @@ class Scheduler:
         if token_budget is not None:
             budget = max(1, min(budget, token_budget))
         decodes, preempted = self._schedule_decodes(budget)
-        if not preempted:
+        if not preempted and not (self.config.request_level_batching and len(self._running)):
             decodes = self._admit(now, decodes)
-        prefills = self._schedule_prefills(budget - len(decodes), bool(len(decodes)))
+        left = budget if self.config.prefill_first else budget - len(decodes)
+        prefills = self._schedule_prefills(left, bool(len(decodes)))
+        if self.config.prefill_first and prefills:
+            decodes = decodes[:0]
         if not len(decodes) and not prefills:
             return None
         return self._advance(decodes, prefills)

@@ -15,6 +15,16 @@ from policies.fair_queue import FairQueue, QueuePolicy
 _NO_CAP = 1_000_000
 
 
+class FixedLimits(StepControl):
+    """The configured limits and nothing else: what a controller is compared with."""
+
+    def token_budget(self, now: float) -> int | None:
+        return None
+
+    def batch_limit(self) -> int:
+        return self._scheduler.config.max_num_seqs
+
+
 def simulate(
     scenario: Scenario,
     policy: QueuePolicy,
@@ -22,9 +32,13 @@ def simulate(
     *,
     engines: int = 1,
     prefix_caching: bool = True,
+    request_level_batching: bool = False,
+    prefill_first: bool = False,
+    step_control: bool = True,
     waiting_timeout_s: float | None = None,
 ) -> Run:
     """Run a scenario on `engines` equal engines. The queue has no caps: what a policy does with a flood is seen.
+    Without `step_control` the model's limits stand as they are.
 
     Raises ValueError if a request of the scenario can never run on such an engine.
     """
@@ -35,8 +49,12 @@ def simulate(
         max_model_len=model.max_model_len,
         prefill_chunk_size=min(model.prefill_chunk_size, model.max_num_batched_tokens),
         prefix_caching=prefix_caching,
+        request_level_batching=request_level_batching,
+        prefill_first=prefill_first,
     )
-    pool = [_engine(f"engine-{index}", model, config, last_positions) for index in range(engines)]
+    pool = [
+        _engine(f"engine-{index}", model, config, last_positions, step_control) for index in range(engines)
+    ]
     queue = FairQueue(
         queue_epoch=1, policy=policy, max_queued_requests=_NO_CAP, max_queued_per_tenant=_NO_CAP
     )
@@ -44,11 +62,16 @@ def simulate(
 
 
 def _engine(
-    name: str, model: CostModel, config: SchedulerConfig, last_positions: dict[int, int]
+    name: str,
+    model: CostModel,
+    config: SchedulerConfig,
+    last_positions: dict[int, int],
+    step_control: bool,
 ) -> SimulatedEngine:
     """As the engine's actor builds one: calibrated before its first request."""
     pages = model.kv_tokens // PAGE_SIZE + 1  # one more: the dummy page
     runner = CostModelRunner(model.step, pages, last_positions)
     scheduler = Scheduler(config, pages)
-    control = StepControl(scheduler, calibrate(runner, config, clock=lambda: runner.elapsed))
+    kind = StepControl if step_control else FixedLimits
+    control = kind(scheduler, calibrate(runner, config, clock=lambda: runner.elapsed))
     return SimulatedEngine(name, scheduler, control, runner)

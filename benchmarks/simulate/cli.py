@@ -47,6 +47,21 @@ def simulate(
         float | None, typer.Option(help="Refuse what has waited this long; never without it.", min=0.1)
     ] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Use the prefix cache.")] = True,
+    request_level_batching: Annotated[
+        bool, typer.Option("--request-level-batching", help="Start no request before all running ones ended.")
+    ] = False,
+    prefill_first: Annotated[
+        bool, typer.Option("--prefill-first", help="No decode in a step that has prompts to compute.")
+    ] = False,
+    step_control: Annotated[
+        bool, typer.Option(help="Let the engine choose batch and step sizes below its limits.")
+    ] = True,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Target of every request: time to first token.", min=1)
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Target of every request: mean time per further token.", min=1)
+    ] = None,
     list_scenarios: Annotated[bool, typer.Option("--list", help="List the scenarios by name.")] = False,
 ) -> None:
     """Run a scenario on the product's own fair queue and scheduler, in virtual time over a cost model."""
@@ -76,6 +91,9 @@ def simulate(
         if plot is not None:
             check_plot(plot)
         chosen = _scenario(scenario, seed, speed, limit, tenants)
+        targets = {"slo_ttft_s": slo_ttft_ms, "slo_tpot_s": slo_tpot_ms}
+        given: dict[str, Any] = {name: value / 1e3 for name, value in targets.items() if value is not None}
+        chosen = replace(chosen, requests=tuple(replace(request, **given) for request in chosen.requests))
         try:
             run = run_simulation(
                 chosen,
@@ -83,6 +101,9 @@ def simulate(
                 model,
                 engines=engines,
                 prefix_caching=prefix_cache,
+                request_level_batching=request_level_batching,
+                prefill_first=prefill_first,
+                step_control=step_control,
                 waiting_timeout_s=waiting_timeout_s,
             )
         except ValueError as error:

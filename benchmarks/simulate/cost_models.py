@@ -115,7 +115,8 @@ def a100_7b() -> CostModel:
     The coefficients are a least-squares fit to 18 rows of the static benchmark in InternLM/lmdeploy,
     `docs/en/benchmark/a100_fp16.md` (batches of 1 to 64, 1 to 2,048 tokens in, 128 or 2,048 out): within 11 %, half
     of them within 2 %. The pool is the 78.4 GB that the same table shows in use less 13.5 GB of weights, at 512 KiB
-    a token. The limits on sequences and tokens of a step are ours.
+    a token. The limits on sequences and tokens of a step are ours; requests may be longer than the model's own 4,096
+    tokens, so that traces with long prompts can be run.
     """
     return CostModel(
         name="a100-7b",
@@ -130,7 +131,7 @@ def a100_7b() -> CostModel:
         max_num_seqs=256,
         max_num_batched_tokens=2048,
         prefill_chunk_size=2048,
-        max_model_len=4096,
+        max_model_len=16_384,
     )
 
 

@@ -69,6 +69,18 @@ def test_speed_limit_and_limits_of_the_engine(trace: str) -> None:
     assert fast["seconds"] > slow["seconds"], "one request after the other takes longer"
 
 
+def test_targets_for_every_request_and_old_habits(trace: str) -> None:
+    targets = ("--slo-ttft-ms", "100000", "--slo-tpot-ms", "1")
+    report = json.loads(invoke(trace, "--json", "--policy", "fcfs", "--no-step-control", *targets).stdout)
+    assert (report["attainment_offered"], report["goodput"]) == (0.0, 0.0)
+    plain, batched, prefill = (
+        json.loads(invoke(trace, "--json", *habit).stdout)
+        for habit in ((), ("--request-level-batching",), ("--prefill-first",))
+    )
+    assert batched["ttft_s"]["p95"] > plain["ttft_s"]["p95"]
+    assert prefill["steps"] >= plain["steps"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -191,6 +191,29 @@ def test_pages_that_accepted_requests_still_need_are_not_reported_as_free() -> N
     assert scheduler.state.unclaimed_pages() == 0, "a request that waits for pages claims them"
 
 
+def test_request_level_batching_starts_nobody_before_all_have_ended() -> None:
+    scheduler, runner = make(request_level_batching=True)
+    scheduler.submit(request("short", [1] * 4, 2), 0.0)
+    scheduler.submit(request("long", [2] * 4, 6), 0.0)
+    step(scheduler, runner)
+    scheduler.submit(request("next", [3] * 4, 2), 0.0)
+    while scheduler.num_running:
+        assert scheduler.num_waiting == 1
+        rows = step(scheduler, runner)[1]
+    assert [row.request for row in rows] == ["long"]
+    assert drain(scheduler, runner) == {"next": expected([3] * 4, 2)}
+
+
+def test_prefill_first_leaves_decodes_out_of_a_step_with_prompts() -> None:
+    scheduler, runner = make(prefill_first=True)
+    scheduler.submit(request("early", [1] * 4, 8), 0.0)
+    step(scheduler, runner)
+    scheduler.submit(request("late", [2] * 40, 8), 0.0)
+    records = [step(scheduler, runner)[0] for _ in range(3)]
+    assert [record.length.tolist() for record in records if record] == [[32], [8], [1, 1]]
+    drain(scheduler, runner)
+
+
 def test_non_finite_logits_end_only_that_request() -> None:
     scheduler, runner = make()
     scheduler.submit(request("bad", [1, 2]), 0.0)
