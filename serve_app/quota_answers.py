@@ -66,8 +66,8 @@ def fit_lengths(
     parsed: ParsedRequest,
     tenant: Tenant,
     model: str,
-    service_class: ServiceClass = "default",
-    key_limits: Limits | None = None,
+    service_class: ServiceClass,
+    key_limits: Limits | None,
 ) -> ParsedRequest:
     """The request within the lengths its tenant may use. An output limit the client did not set is lowered.
 

@@ -148,7 +148,11 @@ class RequestLife:
     async def reserve(self) -> None:
         """Step 3. Raises ApiError 400, 429 or 503; then nothing has been taken."""
         self._parsed = fit_lengths(
-            self._parsed, self._tenant, self._pool.model, key_limits=self._identity.limits
+            self._parsed,
+            self._tenant,
+            self._pool.model,
+            self._targets.service_class,
+            self._identity.limits,
         )
         longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
         demand = Demand(

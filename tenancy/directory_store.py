@@ -97,10 +97,9 @@ class DirectoryStore:
         last = await self._redis.xrevrange(self._audit, count=1)  # before the tables: nothing is missed
         tenants = await self._redis.hgetall(self._tenants)
         keys = await self._redis.hgetall(self._keys)
-        directory.update_managed(
-            {id.decode(): Tenant.model_validate_json(value) for id, value in tenants.items()},
-            {id.decode(): KeyRecord.model_validate_json(value) for id, value in keys.items()},
-        )
+        # In a thread: with thousands of tenants this takes a while, and answers are being streamed.
+        parsed = await asyncio.to_thread(_parsed, tenants, keys)
+        directory.update_managed(*parsed)
         return last[0][0].decode() if last else "0-0"
 
     async def follow(self, directory: TenantDirectory, last: str) -> str:
@@ -158,6 +157,15 @@ class DirectoryWatch:
         if what and what != self._said:
             logger.warning("%s", what)
         self._said = what
+
+
+def _parsed(
+    tenants: dict[bytes, bytes], keys: dict[bytes, bytes]
+) -> tuple[dict[str, Tenant], dict[str, KeyRecord]]:
+    return (
+        {id.decode(): Tenant.model_validate_json(value) for id, value in tenants.items()},
+        {id.decode(): KeyRecord.model_validate_json(value) for id, value in keys.items()},
+    )
 
 
 def _stored(value: BaseModel | None) -> str:

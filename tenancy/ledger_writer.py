@@ -23,7 +23,7 @@ from tenancy.tasks import end
 logger = logging.getLogger(__name__)
 
 ROUND_S = 1.0
-SWEEP_S = 30.0
+SWEEP_S = 10.0
 _LEASE_MS = 15_000
 _BATCH = 500
 
@@ -85,12 +85,14 @@ class LedgerWriter:
         return written
 
     async def _sweep(self) -> int:
-        async for key in self._redis.scan_iter(match=f"{self._prefix}:{{*}}:leases", count=1000):
-            await self._store.sweep(key.decode().split("{", 1)[1].split("}", 1)[0])
-        written = 0
-        async for key in self._redis.scan_iter(match=f"{self._prefix}:{{*}}:ledger", count=1000):
-            written += await self._drain(key.decode())
-        return written
+        ledgers: set[str] = set()
+        async for key in self._redis.scan_iter(match=f"{self._prefix}:{{*}}:le*", count=1000):
+            base, _, name = key.decode().rpartition(":")
+            if name in ("leases", "ledger"):
+                ledgers.add(f"{base}:ledger")
+            if name == "leases":
+                await self._store.sweep(base.partition("{")[2].removesuffix("}"))
+        return sum([await self._drain(stream) for stream in sorted(ledgers)])
 
     async def _drain(self, stream: str) -> int:
         written = 0

@@ -336,3 +336,17 @@ async def test_gateways_that_end_are_counted_no_more(redis_url: str, redis: Redi
     await one._presence.beat()
     assert one._presence.count == 1
     await one.aclose()
+
+
+async def test_a_monthly_budget_survives_a_restart(tmp_path: Path) -> None:
+    who = tenant(tokens_per_month=100, cost_per_month=1.0)
+    for used, admitted in ((60, True), (30, True), (20, False)):
+        with EmbeddedRedis(tmp_path) as server:
+            client = connect(server.url + PATIENT)
+            store = QuotaStore(client)
+            answer = await store.reserve(who, demand(input_tokens=used))
+            assert isinstance(answer, Hold) == admitted
+            if isinstance(answer, Hold):
+                await store.settle(answer, Used(used))
+            await store.aclose()
+            await client.aclose()
