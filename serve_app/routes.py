@@ -113,7 +113,9 @@ class Routes:
         expected = self._gateway.metrics_key
         if expected is None or scheme.lower() != "bearer" or not _same(key.strip(), expected):
             raise errors.invalid_api_key()
-        metrics = self._gateway.telemetry.metrics
+        metrics, quota = self._gateway.telemetry.metrics, self._gateway.quota
+        if quota is not None:
+            metrics.quota.update(quota.healthy, quota.admitted_in_outages, quota.owed)
         for pool in self._gateway.pools:
             metrics.queues.update(pool.model, pool.queue_snapshot)
             for name, channel in pool.channels.items():

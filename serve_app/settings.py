@@ -30,6 +30,7 @@ from policies.fair_queue import QueuePolicy
 from serve_app.config_errors import ConfigError as ConfigError
 from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
 from tenancy.models import Price, Tenant, check_unambiguous, unpriced_model
+from tenancy.redis import SCHEMES, check_url
 
 APP_IMPORT_PATH = "serve_app.app:build"
 GATEWAY_DEPLOYMENT = "Gateway"
@@ -39,7 +40,6 @@ REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
 EngineKind = Literal["auto", "native", "torch", "stub"]
 
 _DEMO_KEY = re.compile(r"eh_\w+_demo")
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _Count = Annotated[int, Field(ge=1)]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
 
@@ -182,8 +182,10 @@ class AppSettings(_Settings):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(_REDIS_SCHEMES):
-            raise ValueError(f"the value given is not allowed; allowed: null, or {', '.join(_REDIS_SCHEMES)}")
+        if url is not None:
+            if not url.startswith(SCHEMES):
+                raise ValueError(f"the value given is not allowed; allowed: null, or {', '.join(SCHEMES)}")
+            check_url(url)
         return url
 
     @field_validator("models")

@@ -54,6 +54,7 @@ def _paths() -> dict[str, Any]:
         "/detokenize": _post("/detokenize", "Text", "The text of some tokens"),
         "/v1/models": _get("ModelList", "The models this key may use"),
         "/v1/models/{model}": _get("Model", "One of them", parameters=[model]),
+        "/v1/usage": _get("Usage", "What this tenant has used, by UTC day and model"),
         "/health": _get("Status", "An engine can serve now", key=False, also=(503,)),
         "/ready": _get("Status", "The same as /health", key=False, also=(503,)),
         "/live": _get("Status", "The process answers", key=False),
@@ -133,6 +134,15 @@ def _answers() -> dict[str, Any]:
     model = _object(
         id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len={"type": "integer"}
     )
+    used = _object(
+        date={"type": "string", "format": "date"},
+        model=_TEXT,
+        requests=_COUNT,
+        input_tokens=_COUNT,
+        cached_tokens=_COUNT,
+        output_tokens=_COUNT,
+        cost={"type": "number"},
+    )
     return {
         "Error": _object(error=error),
         "ChatCompletion": _object(
@@ -149,6 +159,7 @@ def _answers() -> dict[str, Any]:
         "Text": _object(prompt=_TEXT),
         "Model": model,
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Usage": _object(object={"const": "list"}, data=_list(used)),
         "Status": _object(status={"enum": ["ok", "unavailable"]}),
         "Version": _object(version=_TEXT),
     }

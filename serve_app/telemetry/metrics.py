@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from engine_actor import stats
 from serve_app.telemetry.engine_collector import EngineMetrics, histogram_family
 from serve_app.telemetry.queue_collector import QueueMetrics
+from serve_app.telemetry.quota_collector import QuotaMetrics
 from serve_app.telemetry.records import INTER_TOKEN_BOUNDS_S, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -62,6 +63,7 @@ class GatewayMetrics:
     def __init__(self, models: Collection[str], max_tenants: int = 200) -> None:
         """`models` are the served names, aliases included."""
         self.engines = EngineMetrics(tenant_label=self._known_tenant)
+        self.quota = QuotaMetrics()
         self.queues = QueueMetrics(self._tenant_label)
         self._models = frozenset(models)
         self._max_tenants = max_tenants
@@ -143,6 +145,7 @@ class GatewayMetrics:
         registry.register(self._inter_token)
         registry.register(self.engines)
         registry.register(self.queues)
+        registry.register(self.quota)
         ProcessCollector(registry=registry)
 
     def observe(self, record: RequestRecord) -> None:

@@ -10,6 +10,9 @@ local id, lease, row, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
 if redis.call('EXISTS', KEYS[1]) == 1 then return {2, 0, -1} end
 drop_lapsed()
+-- The same reservation again, as a client sends it whose server went away: it counts once.
+local before = find_hold(id)
+if before then release(before, mode ~= 'again') end
 
 local fields = {[4] = {}, [5] = {}}
 for i = 5, #ARGV, 6 do

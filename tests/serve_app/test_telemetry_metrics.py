@@ -11,6 +11,7 @@ from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.request import RequestUsage
 from engine_actor.stats import EngineStats, EngineStatsSnapshot, PrefixCounters
 from policies.fair_queue import TenantSnapshot
+from serve_app.api.responses import Usage
 from serve_app.fair_queue import QueueSnapshot
 from serve_app.telemetry.engine_collector import EngineMetrics
 from serve_app.telemetry.metrics import GatewayMetrics
@@ -358,3 +359,21 @@ def test_two_registries_do_not_share_state() -> None:
     first, second = GatewayMetrics(["tiny"]), GatewayMetrics(["tiny"])
     first.observe(finished())
     assert value(second, "requests_total") == 0
+
+
+def test_the_quota_store_shows_what_was_done_without_it() -> None:
+    metrics = GatewayMetrics(["tiny"])
+    assert "quota_store_available" not in families(metrics)
+    metrics.quota.update(False, 7, 3)
+    assert value(metrics, "quota_store_available") == 0
+    assert value(metrics, "quota_admitted_in_outages_total") == 7
+    assert value(metrics, "quota_unconfirmed_endings") == 3
+
+
+def test_billed_tokens_are_those_of_the_ledger() -> None:
+    metrics = GatewayMetrics(["tiny"])
+    record = finished(usage=RequestUsage(computed_input=30, cached_input=60, output=9))
+    record.billed = Usage(prompt_tokens=30, completion_tokens=9, cached_tokens=20)
+    metrics.observe(record)
+    for kind, tokens in (("input", 30), ("cached_input", 20), ("output", 9)):
+        assert value(metrics, "billed_tokens_total", tenant="alpha", kind=kind) == tokens
