@@ -14,25 +14,23 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_actor.executor import PAGE_SIZE
-from engine_actor.request import EngineRequest, RequestUsage, SamplingParams, TokenLogprob
+from engine_actor.request import EngineRequest, RequestUsage
 from policies.page_hashes import page_hashes
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.api.endpoints import ParsedRequest
 from serve_app.api.errors import ApiError
-from serve_app.api.responses import SSE_DONE, ApiFinishReason, Choice, Usage, sse
+from serve_app.api.responses import SSE_DONE, Usage, sse
 from serve_app.channel import EngineChannel, EngineLostError, GrantVoidError, Mailbox
 from serve_app.connection import Connection
 from serve_app.idempotent import Repeatable
 from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
+from serve_app.sequence import Sequence, TextEvent
 from serve_app.targets import ADMISSION_HEADER, Targets, elapsed_when_asked, refusal_error
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
-from serve_app.text.text_stream import TextStream
-from serve_app.text.token_entries import PromptEcho, TokenEntry
 from tenancy.directory import Identity
 from tenancy.quota import Demand, Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 
@@ -44,45 +42,6 @@ MAX_RUNS = 2
 HEARTBEAT_SECONDS = 15.0
 _LAST_ROWS_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 0.05
-
-
-@dataclass
-class Sequence:
-    """One choice of the answer: its prompt, and what has come of it so far.
-
-    `echo` is the prompt while it is still to be put before the answer.
-    """
-
-    index: int
-    prompt: list[int]
-    stream: TextStream
-    echo: PromptEcho | None = None
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
-    usage: RequestUsage = field(default_factory=RequestUsage)
-    finish_reason: str | None = None
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens generated, those after a stop string excepted."""
-        return self.stream.tokens
-
-    def restart(self, stream: TextStream, echo: PromptEcho | None) -> None:
-        """Forget a run that was lost. Its tokens were never sent."""
-        self.stream, self.echo, self.prompt_logprobs, self.text, self.entries = stream, echo, [], [], []
-        self.usage, self.finish_reason = RequestUsage(), None
-
-
-@dataclass(frozen=True)
-class TextEvent:
-    """New text of one choice after one step, and its new tokens with log probabilities; `finish_reason` with its
-    last."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-    entries: list[TokenEntry] = field(default_factory=list)
 
 
 class RequestLife:
@@ -118,8 +77,7 @@ class RequestLife:
         self._channel: EngineChannel | None = None
         self._mailbox: Mailbox | None = None
         self._sequences = [
-            Sequence(index, prompt, self._text_stream(), self._echo(index))
-            for index, prompt in enumerate(self._expand())
+            Sequence(index, parsed, pool.text) for index in range(len(parsed.prompts) * parsed.n)
         ]
         record.sequences = len(self._sequences)
         record.stream = parsed.stream
@@ -187,15 +145,7 @@ class RequestLife:
     async def _whole_answer(self, connection: Connection) -> None:
         async for _ in self._events(on_grant=None):
             pass
-        choices = [
-            Choice(
-                sequence.index,
-                "".join(sequence.text),
-                _api_reason(sequence.finish_reason),
-                sequence.entries if self._wants_logprobs else None,
-            )
-            for sequence in self._sequences
-        ]
+        choices = [sequence.choice() for sequence in self._sequences]
         await connection.send_json(200, self._parsed.builder.full(choices, self.usage()), self.headers)
 
     async def _stream_answer(self, connection: Connection) -> None:
@@ -218,10 +168,9 @@ class RequestLife:
                     if first is not None:
                         chunks.append(first)
                 if event.text or event.entries:
-                    entries = event.entries if self._wants_logprobs else None
-                    chunks.append(builder.delta(event.index, event.text, entries))
+                    chunks.append(builder.delta(event.index, event.text, event.entries))
                 if event.finish_reason is not None:
-                    chunks.append(builder.finish(event.index, _api_reason(event.finish_reason)))
+                    chunks.append(builder.finish(event.index, event.finish_reason))
             if builder.continuous_usage:
                 usage = self.usage().to_dict()
                 chunks = [{**chunk, "usage": usage} for chunk in chunks]
@@ -258,7 +207,7 @@ class RequestLife:
                     ) from None
                 logger.info("request %s is run again: its engine was lost", self.id)
                 for sequence in self._sequences:
-                    sequence.restart(self._text_stream(), self._echo(sequence.index))
+                    sequence.restart()
 
     async def _enter(self, asked_at: float) -> Grant:
         """Step 4: wait for this tenant's turn."""
@@ -307,7 +256,7 @@ class RequestLife:
                 ticket=self.id,
                 tenant=self._tenant.id,
                 prompt_token_ids=sequence.prompt,
-                sampling=self._sampling(sequence.index),
+                sampling=sequence.sampling(self._parsed.sampling),
                 namespace=self._namespace,
                 weight=self._tenant.weight,
                 predicted_output_tokens=predicted,
@@ -334,8 +283,7 @@ class RequestLife:
                 sequence = self._sequences[int(row.request.rpartition("/")[2])]
                 if sequence.finish_reason is not None:
                     continue
-                if row.usage is not None:
-                    sequence.usage = row.usage
+                sequence.usage = row.usage or sequence.usage
                 if row.timings is not None:
                     self.record.engine_timings.append(
                         EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
@@ -344,27 +292,13 @@ class RequestLife:
                     raise ApiError("internal_error", "The engine could not compute this request.")
                 if row.finish_reason == "abort":
                     raise EngineLostError("the engine gave the request up")
-                sequence.prompt_logprobs += row.prompt_logprobs
-                if not row.token_ids and row.finish_reason is None:
-                    continue
-                taken = sequence.stream.tokens
-                text, stopped = sequence.stream.feed(row.token_ids, ends=row.finish_reason == "stop")
-                entries = self._entries(sequence, row.logprobs, taken)
-                if sequence.echo is not None:
-                    text, sequence.echo = sequence.echo.text + text, None
-                if row.finish_reason is None and stopped:
+                event = sequence.take(row)
+                if row.finish_reason is None and sequence.stopped:
                     self._channel.abort([(row.request, row.attempt)])
-                elif row.finish_reason is not None:
-                    text += sequence.stream.finish()
-                reason = "stop" if sequence.stream.stopped else row.finish_reason
-                if text:
-                    sequence.text.append(text)
-                sequence.entries += entries
-                sequence.finish_reason = reason
                 if row.token_ids:
                     self.record.token_sent(self.record.now_ms(), sequence.index)
-                if text or entries or reason is not None:
-                    events.append(TextEvent(sequence.index, text, reason, entries))
+                if event is not None:
+                    events.append(event)
             if events:
                 yield events
 
@@ -436,8 +370,7 @@ class RequestLife:
                 for row in delivery.rows:
                     sequence = self._sequences[int(row.request.rpartition("/")[2])]
                     if sequence.finish_reason is None:
-                        sequence.stream.feed(row.token_ids)
-                        sequence.usage = row.usage or sequence.usage
+                        sequence.count(row)
                     if row.timings is not None:
                         self.record.engine_timings.append(
                             EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
@@ -452,46 +385,7 @@ class RequestLife:
 
     # Helpers ----------------------------------------------------------------------------------------------------
 
-    def _expand(self) -> list[list[int]]:
-        return [prompt for prompt in self._parsed.prompts for _ in range(self._parsed.n)]
-
     def _page_hashes(self) -> tuple[int, ...]:
         """Names of the prompt's pages, for a place near its cached prefix. Only where all choices share one prompt."""
         prompts = self._parsed.prompts
         return page_hashes(self._namespace, prompts[0], PAGE_SIZE) if len(prompts) == 1 else ()
-
-    def _text_stream(self) -> TextStream:
-        return self._pool.text.stream(self._parsed.stop, self._parsed.sampling.min_tokens)
-
-    def _echo(self, index: int) -> PromptEcho | None:
-        echoes = self._parsed.echoes
-        return None if echoes is None else echoes[index // self._parsed.n]
-
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self._parsed.sampling.logprobs is not None
-
-    def _entries(
-        self, sequence: Sequence, logprobs: tuple[TokenLogprob, ...], taken: int
-    ) -> list[TokenEntry]:
-        """Entries of new output tokens, `taken` of them known before; those of the prompt before the first."""
-        if not self._wants_logprobs:
-            return []
-        echo = self._echo(sequence.index)
-        shift = 0 if echo is None else len(echo.text)
-        offsets = [shift + offset for offset in sequence.stream.offsets[taken:]]
-        entries = self._pool.text.entries(logprobs, offsets)
-        if sequence.echo is not None:
-            entries = sequence.echo.entries(sequence.prompt_logprobs) + entries
-        return entries
-
-    def _sampling(self, index: int) -> SamplingParams:
-        """The parameters of one choice: with a seed given, each choice of a prompt has its own."""
-        sampling = self._parsed.sampling
-        if sampling.seed is None:
-            return sampling
-        return replace(sampling, seed=sampling.seed + index % self._parsed.n)
-
-
-def _api_reason(reason: str | None) -> ApiFinishReason:
-    return "length" if reason == "length" else "stop"
