@@ -24,6 +24,9 @@ from serve_app.within import within
 logger = logging.getLogger(__name__)
 
 OWNER_LEASE_SECONDS = 15.0
+GATEWAY_LEASE_SECONDS = 6.0
+"""Tickets of a gateway that was silent for so long leave: a grant to nobody would hold a slot for its time to live."""
+
 _TICK_SECONDS = 0.1
 _RECONNECT_SECONDS = 0.25
 _ENGINE_SILENCE_SECONDS = 5.0
@@ -68,6 +71,14 @@ class QueueSnapshot:
     tenants: dict[str, TenantSnapshot] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """A gateway that waits for an answer."""
+
+    gateway: str
+    answer: asyncio.Future[Grant | Refusal]
+
+
 class FairQueueActor:
     """Holds waiting tickets (metadata only) and answers each with a grant or a refusal. One event loop, no threads.
 
@@ -88,7 +99,8 @@ class FairQueueActor:
         )
         if spec.restored is not None:
             self._queue.restore(spec.restored, time.monotonic())
-        self._answers: dict[tuple[str, int], asyncio.Future[Grant | Refusal]] = {}
+        self._asking: dict[tuple[str, int], _Asking] = {}
+        self._gateways: dict[str, float] = {}  # and when they were last heard of
         self._engines: dict[str, float] = {}  # reporting engines and when they last did
         self._owner: str | None = None
         self._owner_renewed = time.monotonic()
@@ -108,37 +120,39 @@ class FairQueueActor:
         if owner == self._owner:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
-    async def enqueue(self, ticket: Ticket) -> Grant | Refusal:
-        """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time."""
+    async def enqueue(self, ticket: Ticket, gateway: str) -> Grant | Refusal:
+        """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time.
+
+        Ends by cancellation when the gateway falls silent: if it is there after all, it asks again.
+        """
+        self._gateways[gateway] = time.monotonic()
         key = (ticket.request, ticket.attempt)
         refusal = self._queue.push(ticket, time.monotonic())
         if refusal is not None:
             return refusal
-        old = self._answers.get(key)
-        if old is not None and not old.done():
-            old.cancel()
-        answer: asyncio.Future[Grant | Refusal] = asyncio.get_running_loop().create_future()
-        self._answers[key] = answer
+        self._hang_up(key)
+        asking = _Asking(gateway, asyncio.get_running_loop().create_future())
+        self._asking[key] = asking
         self._pump()
         try:
-            return await answer
+            return await asking.answer
         finally:
-            if self._answers.get(key) is answer:
-                del self._answers[key]
+            if self._asking.get(key) is asking:
+                del self._asking[key]
 
     async def withdraw(self, request: str, attempt: int) -> None:
         """The client of a ticket has gone, or its grant will not be used."""
         self._queue.withdraw(request, attempt)
-        answer = self._answers.pop((request, attempt), None)
-        if answer is not None and not answer.done():
-            answer.set_result(Refusal(request, attempt, "cancelled", "the ticket was withdrawn"))
+        self._answer(Refusal(request, attempt, "cancelled", "the ticket was withdrawn"))
         self._pump()
 
     async def export_state(self) -> QueueState:
         """The counters, for a successor."""
         return self._queue.export_state()
 
-    async def snapshot(self) -> QueueSnapshot:
+    async def snapshot(self, gateway: str) -> QueueSnapshot:
+        """Renews the lease of the gateway that asks."""
+        self._gateways[gateway] = time.monotonic()
         return QueueSnapshot(
             self._queue.queue_epoch, tuple(sorted(self._engines)), len(self._queue), self._queue.snapshot()
         )
@@ -146,10 +160,7 @@ class FairQueueActor:
     def _pump(self) -> None:
         """Give out every grant that can be given now."""
         while (grant := self._queue.next_grant(time.monotonic())) is not None:
-            answer = self._answers.get((grant.request, grant.attempt))
-            if answer is not None and not answer.done():
-                answer.set_result(grant)
-            else:
+            if not self._answer(grant):
                 self._queue.withdraw(grant.request, grant.attempt)
 
     async def _tick(self) -> None:
@@ -167,6 +178,7 @@ class FairQueueActor:
                 self._refuse(ticket)
             for refusal in self._queue.break_promises(now):
                 self._answer(refusal)
+            self._drop_silent_gateways(now)
             for name, seen in list(self._engines.items()):
                 if now - seen > _ENGINE_SILENCE_SECONDS:
                     self._lose(name)
@@ -177,10 +189,28 @@ class FairQueueActor:
         message = f"no engine could take the request within {self._spec.waiting_timeout_ms / 1000:.0f} s"
         self._answer(Refusal(ticket.request, ticket.attempt, code, message, retry_after_ms=1000.0))
 
-    def _answer(self, refusal: Refusal) -> None:
-        answer = self._answers.get((refusal.request, refusal.attempt))
-        if answer is not None and not answer.done():
-            answer.set_result(refusal)
+    def _answer(self, answer: Grant | Refusal) -> bool:
+        """False when nobody waits for it."""
+        asking = self._asking.get((answer.request, answer.attempt))
+        if asking is None or asking.answer.done():
+            return False
+        asking.answer.set_result(answer)
+        return True
+
+    def _hang_up(self, key: tuple[str, int]) -> None:
+        asking = self._asking.pop(key, None)
+        if asking is not None:
+            asking.answer.cancel()
+
+    def _drop_silent_gateways(self, now: float) -> None:
+        silent = {name for name, seen in self._gateways.items() if now - seen > GATEWAY_LEASE_SECONDS}
+        if not silent:
+            return
+        for key in [key for key, asking in self._asking.items() if asking.gateway in silent]:
+            self._queue.withdraw(*key)
+            self._hang_up(key)
+        for name in silent:
+            logger.warning("gateway %s was not heard of for %.0f s", name, now - self._gateways.pop(name))
 
     def _lose(self, name: str) -> None:
         logger.warning("engine %s no longer reports", name)

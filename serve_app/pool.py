@@ -47,6 +47,7 @@ class ModelPool:
         self.channels = {name: EngineChannel(name, gateway) for name in engines}
         self.queue_snapshot: QueueSnapshot | None = None
         self._queue_name = queue
+        self._gateway = gateway
         self._queue: Any = None
         self._highest_epoch = 0
         self._watch = asyncio.create_task(self._watch_queue())
@@ -74,7 +75,7 @@ class ModelPool:
             try:
                 queue = self._queue_handle()
                 if queue is not None:
-                    answer: Grant | Refusal = await queue.enqueue.remote(aged)
+                    answer: Grant | Refusal = await queue.enqueue.remote(aged, self._gateway)
                     if isinstance(answer, Refusal) or answer.queue_epoch >= self._highest_epoch:
                         if isinstance(answer, Grant):
                             self._highest_epoch = answer.queue_epoch
@@ -104,7 +105,8 @@ class ModelPool:
         while True:
             try:
                 queue = self._queue_handle()
-                self.queue_snapshot = None if queue is None else await within(2.0, queue.snapshot.remote())
+                snapshot = None if queue is None else await within(2.0, queue.snapshot.remote(self._gateway))
+                self.queue_snapshot = snapshot
             except (ray.exceptions.RayError, asyncio.TimeoutError):
                 self._queue, self.queue_snapshot = None, None
             await asyncio.sleep(_WATCH_SECONDS)
