@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -164,3 +165,65 @@ def test_f19_a_key_made_and_revoked_by_the_command_line(server: Any) -> None:
     server.wait_until(lambda: ask(key) == 401, 5)
     for text in (server.log(), json.dumps(server.access_log()), json.dumps(server.spans())):
         assert key not in text and ADMIN_KEY not in text
+
+
+def test_e04_hanging_up_at_once_is_charged_the_prompt_and_no_more(server: Any) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 4000, "stream": True}
+    with server.http("marked") as client:
+        for _ in range(5):
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                assert answer.status_code == 200
+    server.wait_until(lambda: counters(server, "marked").get("requests") == 5, 15)
+    whole = httpx.post(
+        f"{server.base_url}/v1/chat/completions",
+        json={**body, "max_tokens": 1, "stream": False},
+        headers=server.headers("marked"),
+        trust_env=False,
+    ).json()["usage"]
+    server.wait_until(lambda: counters(server, "marked")["requests"] == 6, 5)
+    found = counters(server, "marked")
+    assert found["input"] <= 6 * whole["prompt_tokens"]
+    assert found.get("output", 0) < 5 * 1000
+
+
+@pytest.mark.slow
+def test_a_gateway_is_killed_with_fifty_requests_in_flight(start_server: Any) -> None:
+    """Its slots and holds are back within 30 s, every request is on record once, and none is charged twice."""
+
+    def limits(config: dict[str, Any]) -> None:
+        user_config = config["applications"][0]["deployments"][0]["user_config"]
+        user_config["tenants"].append(
+            {
+                "id": "crash",
+                "api_keys": ["eh_crash_test"],
+                "limits": {"max_concurrent_requests": 60, "tokens_per_day": 10**6},
+            }
+        )
+
+    with start_server("--engine", "stub", change=limits) as server:
+
+        async def scenario() -> None:
+            async with server.async_openai("crash") as client:
+                request = {"model": server.model, "messages": MESSAGES}
+                done = await client.chat.completions.create(max_tokens=5, **request)
+                calls = [
+                    asyncio.create_task(client.chat.completions.create(max_tokens=8000, **request))
+                    for _ in range(50)
+                ]
+                await asyncio.to_thread(server.wait_until, lambda: server.slots("crash") == 50, 20)
+                server.find_process("ray::ServeReplica:evenhand:Gateway").kill()
+                answers = await asyncio.gather(*calls, return_exceptions=True)
+                assert all(isinstance(answer, openai.APIError) for answer in answers)
+                expected.update(
+                    input=done.usage.prompt_tokens, output=done.usage.completion_tokens, requests=1
+                )
+
+        expected: dict[str, int] = {}
+        asyncio.run(scenario())
+        # Whoever asks gets them after 30 s at most; the sweep that empties the table comes by every 10 s.
+        server.wait_until(lambda: server.slots("crash") == 0, 45)
+        files = LedgerFiles(server.data_dir / "ledger")
+        server.wait_until(lambda: len(list(files.read(tenant="crash"))) == 51, 40)
+        rows = list(files.read(tenant="crash"))
+        assert sorted(row["outcome"] for row in rows) == ["lapsed"] * 50 + ["ok"]
+        assert counters(server, "crash") == expected
