@@ -34,6 +34,7 @@ class RunLog:
     scheduler_seconds: float = 0.0
     model_seconds: float = 0.0
     preemptions: int = 0
+    cpu_seconds: float = 0.0
     records: list[StepRecord] = field(default_factory=list)
     part_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -58,6 +59,7 @@ def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog
     )
     in_order = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
     started = False
+    cpu_before = time.process_time()
     try:
         for index, request in in_order:
             if request.arrival_s > 0:
@@ -72,6 +74,7 @@ def run_workload(built: BuiltEngine, requests: list[BenchmarkRequest]) -> RunLog
             recorder.start()
             loop.start()
         recorder.done.wait()
+        recorder.log.cpu_seconds = time.process_time() - cpu_before
     finally:
         if loop.alive:
             loop.stop()

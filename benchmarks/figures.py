@@ -37,6 +37,7 @@ def figures(
         "cached_tokens": sum(request.cached_tokens for request in run.requests),
         "seconds": _round(run.seconds),
         "output_tokens_per_s": _round(output_tokens / run.seconds),
+        "cpu_seconds": _round(run.cpu_seconds),
         "ttft_ms": _ttft(run.requests),
         "itl_ms": _itl(run.requests),
         "groups": _groups(requests, run),

@@ -94,7 +94,7 @@ class SchedulerSettings(_Settings):
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
         """The limits on `device`. A small token budget costs little on a CPU, and bounds gaps."""
-        tokens = self.max_num_batched_tokens or (128 if device == "cpu" else 2048)
+        tokens = self.max_num_batched_tokens or (64 if device == "cpu" else 2048)
         return SchedulerLimits(
             max_num_seqs=self.max_num_seqs or (32 if device == "cpu" else 256),
             max_num_batched_tokens=tokens,

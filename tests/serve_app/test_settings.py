@@ -359,7 +359,7 @@ def test_parts_parse_by_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "seqs", "tokens", "timeout"), [("cpu", 32, 128, 60_000), ("cuda", 256, 2048, 30_000)]
+    ("device", "seqs", "tokens", "timeout"), [("cpu", 32, 64, 60_000), ("cuda", 256, 2048, 30_000)]
 )
 def test_scheduler_defaults_by_device(device: Any, seqs: int, tokens: int, timeout: int) -> None:
     limits = SchedulerSettings().for_device(device)
