@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import shutil
@@ -86,7 +87,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
                     HOSTILE
                 )
             else:
-                place[key] = rng.choice(HOSTILE)
+                place[key] = copy.deepcopy(rng.choice(HOSTILE))
             break
     if path == CHAT:
         body.setdefault("max_completion_tokens", 2)  # else as much as fits
