@@ -141,5 +141,6 @@ def _engine_request(name: str, request: BenchmarkRequest) -> EngineRequest:
         ticket=name,
         tenant=request.tenant,
         prompt_token_ids=request.prompt_token_ids,
+        predicted_output_tokens=request.max_tokens,
         sampling=SamplingParams(max_tokens=request.max_tokens, temperature=0.0),
     )

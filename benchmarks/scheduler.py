@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,22 +31,28 @@ _VOCABULARY = 50_000
 def measure(running: int, steps: int, seed: int = 0) -> dict[str, Any]:
     """Run `steps` steps at `running` requests after a warm-up of 400 steps.
 
-    Returns running (mean requests in the running set), us_per_step, us_per_request (per running request and step),
-    tree_us_per_step (of it inside the KV cache and its radix tree), finished (requests per step), steps.
+    Returns running (mean requests in the running set), us_per_step (mean), us_per_request (the mean per running
+    request), us_per_step_median, us_per_step_p99, tree_us_per_step (of the mean inside the KV cache and its radix
+    tree), finished_per_step, steps.
     """
     load = _Load(running, seed)
     for _ in range(400):
         load.step()
     gc.collect()
     load.reset()
+    each: list[float] = []
     for _ in range(steps):
+        before = load.seconds
         load.step()
+        each.append((load.seconds - before) * 1e6)
     per_step = load.seconds / steps * 1e6
     mean_running = load.running / steps
     return {
         "running": round(mean_running, 1),
         "us_per_step": round(per_step, 1),
         "us_per_request": round(per_step / mean_running, 3),
+        "us_per_step_median": round(statistics.median(each), 1),
+        "us_per_step_p99": round(float(np.percentile(each, 99)), 1),
         "tree_us_per_step": round(load.cache_seconds / steps * 1e6, 1),
         "finished_per_step": round(load.finished / steps, 2),
         "steps": steps,

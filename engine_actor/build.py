@@ -49,6 +49,7 @@ class EngineOptions:
     max_model_len: int | None = None
     prefill_chunk_size: int = 128
     kv_cache_utilization_limit: float = 0.95
+    kv_watermark: float = 0.01
     prefix_caching: bool = True
 
 
@@ -174,6 +175,7 @@ def _limits(options: EngineOptions, context_length: int) -> SchedulerConfig:
         max_model_len=length,
         prefill_chunk_size=min(options.prefill_chunk_size, options.max_num_batched_tokens),
         kv_cache_utilization_limit=options.kv_cache_utilization_limit,
+        kv_watermark=options.kv_watermark,
         prefix_caching=options.prefix_caching,
     )
 

@@ -50,6 +50,7 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
         max_model_len=limits.max_model_len,
         prefill_chunk_size=limits.prefill_chunk_size,
         kv_cache_utilization_limit=limits.kv_cache_utilization_limit,
+        kv_watermark=limits.kv_watermark,
     )
 
 

@@ -72,6 +72,7 @@ class SchedulerLimits:
     max_model_len: int | None
     prefill_chunk_size: int
     kv_cache_utilization_limit: float
+    kv_watermark: float
     waiting_timeout_ms: int
     policy: QueuePolicy
     locality_window: float
@@ -88,6 +89,7 @@ class SchedulerSettings(_Settings):
     max_model_len: _Count | None = None
     prefill_chunk_size: _Count | None = None
     kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
+    kv_watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     waiting_timeout_ms: _Count | None = None
     policy: QueuePolicy = "vtc"
     locality_window: Annotated[float, Field(ge=0)] = 0.0
@@ -101,6 +103,7 @@ class SchedulerSettings(_Settings):
             max_model_len=self.max_model_len,
             prefill_chunk_size=min(self.prefill_chunk_size or tokens, tokens),
             kv_cache_utilization_limit=self.kv_cache_utilization_limit,
+            kv_watermark=self.kv_watermark,
             waiting_timeout_ms=self.waiting_timeout_ms or (60_000 if device == "cpu" else 30_000),
             policy=self.policy,
             locality_window=self.locality_window,

@@ -120,6 +120,10 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         f"{ARGS}.models[0].scheduler.kv_cache_utilization_limit: 1.5 is not allowed; allowed: at most 1.0",
     ),
     (
+        lambda d: model_of(d)["scheduler"].update(kv_watermark=1.0),
+        f"{ARGS}.models[0].scheduler.kv_watermark: 1.0 is not allowed; allowed: less than 1.0",
+    ),
+    (
         lambda d: model_of(d)["scheduler"].update(locality_window=-1),
         f"{ARGS}.models[0].scheduler.locality_window: -1 is not allowed; allowed: at least 0.0",
     ),
