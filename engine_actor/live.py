@@ -52,7 +52,6 @@ class LiveRequests:
         self.by_id[sequence.id] = self._by_key[sequence.key] = sequence
         tenant.queue(sequence)
         tenant.input_left += sequence.prompt_tokens
-        tenant.output_left += sequence.predicted_output_left
         self.count_prefill(tenant, sequence.prompt_tokens)
 
     def remove(self, sequence: SequenceState) -> None:
@@ -62,7 +61,6 @@ class LiveRequests:
             self.count_prefill(tenant, -sequence.pending)
         tenant.leave(sequence)
         tenant.input_left -= max(0, sequence.prompt_tokens - sequence.served)
-        tenant.output_left -= sequence.predicted_output_left
         if not tenant.live:
             del self.tenants[tenant.name]
         del self.by_id[sequence.id]

@@ -25,19 +25,21 @@ from engine_actor.kv.cache import KVCache, SequencePages, pages_for
 from engine_actor.live import LiveRequests
 from engine_actor.prefill import Prefill
 from engine_actor.record import write_record
-from engine_actor.request import EngineRequest, FinishReason, StreamRow
+from engine_actor.request import EngineRequest, FinishReason, RequestUsage, StreamRow
 from engine_actor.running import RunningSet
 from engine_actor.sampling.state import SamplingState, step_logprobs
 from engine_actor.scheduler_state import SchedulerState
 from engine_actor.sequence import SequenceState, derive_seed
 from engine_actor.service import ServiceAccounts
 from engine_actor.step import StepRecord, StepResult
+from engine_actor.tenant import Tenant
 from policies.engine_shares import EngineShares
 from policies.memory import VictimCandidate, choose_victim
 from policies.service import DEFAULT_PRICES, ServicePrices
 from policies.step_budget import prefill_floor
 
 _UNREPORTED_EVENTS = 10_000
+_NO_TOKEN, _NOT_FINITE = -1, -2
 
 
 @dataclass(frozen=True)
@@ -218,60 +220,66 @@ class Scheduler:
             raise ValueError(f"result of step {result.step} does not belong to record {record.step}")
         rows: list[StreamRow] = []
         live, logprobs = self._live.by_id, step_logprobs(record, result)
-        tokens = iter(result.token_ids.tolist())
-        finite = iter(result.finite.tolist())
-        columns = zip(
-            record.request.tolist(), record.request_epoch.tolist(), record.is_last_chunk.tolist(), strict=True
-        )
-        for index, (request_id, epoch, last) in enumerate(columns):
-            token, is_finite = (next(tokens), next(finite)) if last else (0, True)
+        sampled: dict[Tenant, int] = {}
+        for row, (request_id, epoch, token) in enumerate(
+            zip(record.request.tolist(), record.request_epoch.tolist(), _tokens(record, result), strict=True)
+        ):
             sequence = live.get(request_id)
             if sequence is None or sequence.epoch != epoch:
                 continue
             if not sequence.decoding:
-                length = int(record.length[index])
+                length = int(record.length[row])
                 sequence.prefill_chunks.append(((now - sequence.accepted_at) * 1e3, length))
-                self._running.share(sequence, int(record.start[index]) + length)
+                self._running.share(sequence, int(record.start[row]) + length)
             if sequence.aborted:
                 continue
-            own = logprobs.get(index)
+            own = logprobs.get(row) if logprobs else None
             if own is not None:
                 if own.prompt and sequence.wishes is not None:
-                    own = sequence.wishes.take_prompt(own, int(record.start[index]))
-                is_finite = is_finite and own.finite
-            if not is_finite:
+                    own = sequence.wishes.take_prompt(own, int(record.start[row]))
+                if not own.finite:
+                    token = _NOT_FINITE
+            if token == _NOT_FINITE:
                 self.nonfinite_requests += 1
                 error = "the model returned non-finite logits"
                 rows.append(self._finish(sequence, now, "error", error=error))
-            elif last:
-                row = self._append(sequence, token, now)
-                rows.append(row if own is None else own.add_to(row))
-            elif own is not None and own.prompt:
-                rows.append(StreamRow(*sequence.key, token_ids=(), prompt_logprobs=own.prompt))
+                continue
+            if token == _NO_TOKEN:
+                if own is not None and own.prompt:
+                    rows.append(StreamRow(*sequence.key, token_ids=(), prompt_logprobs=own.prompt))
+                continue
+            if sequence.max_tokens:
+                tenant = sequence.tenant
+                sampled[tenant] = sampled.get(tenant, 0) + 1
+                new = self._append(sequence, token, now)
+            else:
+                new = self._finish(sequence, now, "length")
+            rows.append(new if own is None else own.add_to(new))
+        self.service.output(sampled)
         return rows
 
     def _append(self, sequence: SequenceState, token: int, now: float) -> StreamRow:
-        if sequence.max_tokens == 0:
-            return self._finish(sequence, now, "length")
-        self.service.output(sequence)
         sequence.token_ids.append(token)
         sequence.last_token_at = now
         if sequence.wishes is not None:
             sequence.wishes.append(token)
-        usage = None
-        if not sequence.decoding:
-            sequence.tenant.prefilling.remove(sequence)
-            self._running.start_decoding(sequence)
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
-                self.first_tokens.append((sequence.request.ticket, sequence.request.attempt))
-                usage = sequence.usage()
+        usage = None if sequence.decoding else self._start_decoding(sequence, now)
         if token in sequence.stop_token_ids:
             return self._finish(sequence, now, "stop", token_ids=(token,))
         if len(sequence.token_ids) >= sequence.max_length:
             return self._finish(sequence, now, "length", token_ids=(token,))
         request, attempt = sequence.key
         return StreamRow(request, attempt, (token,), None, None, usage)
+
+    def _start_decoding(self, sequence: SequenceState, now: float) -> RequestUsage | None:
+        """All known tokens are computed. Returns the usage so far with the very first token."""
+        sequence.tenant.prefilling.remove(sequence)
+        self._running.start_decoding(sequence)
+        if sequence.first_token_at is not None:
+            return None
+        sequence.first_token_at = now
+        self.first_tokens.append((sequence.request.ticket, sequence.request.attempt))
+        return sequence.usage()
 
     def _finish(
         self,
@@ -399,3 +407,11 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         tenant.queue(sequence)
+
+
+def _tokens(record: StepRecord, result: StepResult) -> list[int]:
+    """The sampled token of each row of the record, _NO_TOKEN where none was, _NOT_FINITE where the logits were not."""
+    tokens = np.full(record.num_rows, _NO_TOKEN)
+    tokens[record.is_last_chunk] = np.where(result.finite, result.token_ids, _NOT_FINITE)
+    listed: list[int] = tokens.tolist()
+    return listed

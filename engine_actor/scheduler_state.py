@@ -49,8 +49,14 @@ class SchedulerState:
 
     def outstanding(self) -> dict[str, float]:
         """Priced work per tenant that is accepted and not served yet, by predicted output."""
+        output = {
+            name: sum(sequence.predicted_output_left for sequence in tenant.waiting)
+            for name, tenant in self._live.tenants.items()
+        }
+        for sequence in self._running:
+            output[sequence.tenant.name] += sequence.predicted_output_left
         return {
-            name: self._service.prices.cost(computed_input=tenant.input_left, output=tenant.output_left)
+            name: self._service.prices.cost(computed_input=tenant.input_left, output=output[name])
             for name, tenant in self._live.tenants.items()
         }
 

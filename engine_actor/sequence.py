@@ -21,8 +21,9 @@ class SequenceState:
     `token_ids` is the prompt followed by the output. Positions below `computed` have their KV in pages (or in the
     step in flight); `served` is the highest position computed before the last preemption or as prompt, so recomputed
     tokens are known as such. `decoding` is set while the newest token alone is left to compute; `slot` is its row in
-    the running set, -1 while it waits. `epoch` rises with each preemption: a result of an older epoch is ignored.
-    `wishes` is None for a request that asks for no more than temperature, top_k and top_p.
+    the running set, -1 while it waits. `predicted_length` counts prompt and output. `epoch` rises with each
+    preemption: a result of an older epoch is ignored. `wishes` is None for a request that asks for no more than
+    temperature, top_k and top_p.
     """
 
     id: int
@@ -37,7 +38,7 @@ class SequenceState:
     stop_token_ids: tuple[int, ...] = field(init=False)
     prompt_tokens: int = field(init=False)
     max_length: int = field(init=False)
-    predicted_output_left: int = field(init=False)
+    predicted_length: int = field(init=False)
     epoch: int = 0
     slot: int = -1
     decoding: bool = False
@@ -57,7 +58,9 @@ class SequenceState:
         self.stop_token_ids = self.request.sampling.stop_token_ids
         self.prompt_tokens = len(self.request.prompt_token_ids)
         self.max_length = self.prompt_tokens + self.max_tokens
-        self.predicted_output_left = min(self.request.predicted_output_tokens, self.max_tokens)
+        self.predicted_length = min(
+            self.prompt_tokens + self.request.predicted_output_tokens, self.max_length
+        )
 
     @property
     def output_tokens(self) -> int:
@@ -79,9 +82,9 @@ class SequenceState:
         return pages_for(min(len(self.token_ids) + 1, self.max_length))
 
     @property
-    def predicted_length(self) -> int:
-        """Tokens that prompt and output are expected to have in the end."""
-        return min(self.prompt_tokens + self.request.predicted_output_tokens, self.max_length)
+    def predicted_output_left(self) -> int:
+        """Output tokens still to come, by prediction."""
+        return max(0, self.predicted_length - len(self.token_ids))
 
     def usage(self) -> RequestUsage:
         """What was used so far: prompt tokens count once they are computed or found in the cache."""

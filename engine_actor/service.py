@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine_actor.sequence import SequenceState
 from engine_actor.stats import PrefixCounters
+from engine_actor.tenant import Tenant
 from policies.service import ServicePrices
 
 
@@ -31,7 +34,7 @@ class ServiceAccounts:
         if fresh := self._serve(sequence, start, end):
             self.computed_tokens += fresh
             self._prefix(sequence).miss_tokens += fresh
-            self._charge(sequence, self.prices.cost(computed_input=fresh))
+            self._charge(sequence.tenant, self.prices.cost(computed_input=fresh))
 
     def cached(self, sequence: SequenceState, start: int, end: int) -> None:
         """Positions start .. end - 1 were found in the prefix cache."""
@@ -39,16 +42,13 @@ class ServiceAccounts:
             sequence.cached_input += fresh
             self.cached_tokens += fresh
             self._prefix(sequence).hit_tokens += fresh
-            self._charge(sequence, self.prices.cost(cached_input=fresh))
+            self._charge(sequence.tenant, self.prices.cost(cached_input=fresh))
 
-    def output(self, sequence: SequenceState) -> None:
-        """A token has been sampled."""
-        tenant = sequence.tenant
-        self.output_tokens += 1
-        self.served[tenant.name] = self.served.get(tenant.name, 0.0) + self.prices.output
-        if sequence.predicted_output_left:
-            sequence.predicted_output_left -= 1
-            tenant.output_left -= 1
+    def output(self, sampled: Mapping[Tenant, int]) -> None:
+        """So many tokens have been sampled for each tenant."""
+        for tenant, tokens in sampled.items():
+            self.output_tokens += tokens
+            self._charge(tenant, self.prices.cost(output=tokens))
 
     def _serve(self, sequence: SequenceState, start: int, end: int) -> int:
         """Note that positions up to `end` are served; returns the prompt tokens among them that were not before."""
@@ -60,6 +60,5 @@ class ServiceAccounts:
     def _prefix(self, sequence: SequenceState) -> PrefixCounters:
         return self.prefix.setdefault(sequence.tenant.name, PrefixCounters())
 
-    def _charge(self, sequence: SequenceState, cost: float) -> None:
-        tenant = sequence.tenant.name
-        self.served[tenant] = self.served.get(tenant, 0.0) + cost
+    def _charge(self, tenant: Tenant, cost: float) -> None:
+        self.served[tenant.name] = self.served.get(tenant.name, 0.0) + cost

@@ -17,11 +17,11 @@ class Tenant:
 
     `waiting` and `prefilling` (running requests whose known tokens are not all computed) are in order of arrival.
     `pages` counts the page tables of its running requests; `prefill_tokens` are known tokens to compute before
-    their requests decode, `input_left` and `output_left` tokens not served yet, output by its prediction.
+    their requests decode, `input_left` prompt tokens not served yet.
     """
 
     __slots__ = (
-        "input_left", "name", "output_left", "pages", "prefill_tokens", "prefilling", "running", "waiting", "weight",
+        "input_left", "name", "pages", "prefill_tokens", "prefilling", "running", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,6 @@ class Tenant:
         self.pages = 0
         self.prefill_tokens = 0
         self.input_left = 0
-        self.output_left = 0
 
     @property
     def live(self) -> int:
