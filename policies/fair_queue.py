@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from policies.admission import Admission, Unattainable, has_deadline
-from policies.baseline_orders import DlpmOrder, DrrOrder, FcfsOrder, RateLimitOrder
 from policies.engine_load import EngineLoad
 from policies.grants import GrantInFlight, GrantsInFlight
 from policies.head_of_line import choose_instead
 from policies.promises import Promise
 from policies.queue_caps import QueueCaps
-from policies.queue_order import BATCH_SHARE, CachedTokens, QueueOrder, VtcOrder
+from policies.queue_order import BATCH_SHARE
+from policies.queue_policies import QUEUE_POLICIES as QUEUE_POLICIES
+from policies.queue_policies import QueuePolicy as QueuePolicy
+from policies.queue_policies import make_order
 from policies.reclaim import PoolShares, choose_reclaim, needs_reclaim
 from policies.routing import choose_engine, ticket_cost
 from policies.service import DEFAULT_PRICES, ServicePrices
 from policies.service_accounts import QueueState, ServiceAccounts
 from policies.tenant_account import QueuedTicket, TenantAccount
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
-
-QueuePolicy = Literal["vtc", "fcfs", "rpm", "lcf", "drr", "dlpm"]
-QUEUE_POLICIES: tuple[QueuePolicy, ...] = ("vtc", "fcfs", "rpm", "lcf", "drr", "dlpm")
 
 RETRY_AFTER_MS = 1000.0
 """Advice to a caller refused for a full queue."""
@@ -84,7 +82,7 @@ class FairQueue:
             max_queued_requests, max_queued_per_tenant, max_queued_tokens, max_queued_tokens_per_tenant
         )
         self._prices = prices
-        self._order = _make_order(policy, self._cached_tokens, locality_window, batch_share)
+        self._order = make_order(policy, self._cached_tokens, locality_window, batch_share)
         self._accounts = ServiceAccounts(self._touch)
         self._admission = Admission(prices)
         self._waiting_weight = 0.0  # of the tenants that have waiting tickets
@@ -385,19 +383,3 @@ def _unattainable(ticket: Ticket, verdict: Unattainable) -> Refusal:
         earliest = ticket.age_ms + asked + retry
     message = f"the deadline cannot be promised: {verdict.why}"
     return Refusal(ticket.request, ticket.attempt, "deadline_unattainable", message, retry, earliest)
-
-
-def _make_order(
-    policy: str, cached_tokens: CachedTokens, locality_window: float, batch_share: float
-) -> QueueOrder:
-    if policy in ("vtc", "lcf"):
-        return VtcOrder(cached_tokens, lift=policy == "vtc", window=locality_window, batch_share=batch_share)
-    if policy == "fcfs":
-        return FcfsOrder()
-    if policy == "rpm":
-        return RateLimitOrder()
-    if policy == "drr":
-        return DrrOrder()
-    if policy == "dlpm":
-        return DlpmOrder(cached_tokens)
-    raise ValueError(f"unknown queue policy {policy!r}, allowed: {', '.join(QUEUE_POLICIES)}")
