@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +41,34 @@ def test_replayed_decode_equals_eager_decode(smollm, make_record, make_row) -> N
         )
         assert kl < 0.01
     assert replayed.graphs is not None and replayed.graphs.replays == 8
+
+
+def test_the_sampler_draws_on_the_device_what_it_draws_on_the_cpu() -> None:
+    from engine_actor.sampling.logprobs import token_logprobs
+    from engine_actor.sampling.sampler import sample
+    from engine_actor.step import BiasColumns, PenaltyColumns, SamplingColumns
+
+    random, rows, vocab = np.random.default_rng(0), 64, 5000
+    logits = torch.from_numpy(random.normal(0, 3, (rows, vocab)).astype(np.float32))
+    every = np.arange(rows, dtype=np.int32)
+    columns = SamplingColumns(
+        temperature=random.choice([0.0, 0.7, 1.5], rows).astype(np.float32),
+        top_k=random.choice([0, 5, 40], rows).astype(np.int32),
+        top_p=random.choice([1.0, 0.9], rows).astype(np.float32),
+        seed=random.integers(0, 2**63, rows).astype(np.uint64),
+        position=every,
+        min_p=random.choice([0.0, 0.1], rows).astype(np.float32),
+        bias=BiasColumns(every, every * 7, np.full(rows, 2.0, np.float32)),
+        penalties=PenaltyColumns(
+            every, *np.full((3, rows), 1.2, np.float32), np.arange(rows + 1, dtype=np.int32), every, every
+        ),
+    )
+    on_device = logits.cuda()
+    tokens, finite = sample(logits, columns)
+    device_tokens, device_finite = sample(on_device, columns)
+    torch.testing.assert_close(on_device.cpu(), logits, rtol=1e-5, atol=1e-5)
+    assert finite.all() and device_finite.all()
+    assert (tokens == device_tokens).mean() > 0.95  # rounding decides some
+    ours, theirs = token_logprobs(logits, tokens, 5), token_logprobs(on_device, tokens, 5)
+    np.testing.assert_allclose(ours.logprob, theirs.logprob, atol=1e-4)
+    np.testing.assert_allclose(ours.top_logprob, theirs.top_logprob, atol=1e-4)

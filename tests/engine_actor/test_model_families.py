@@ -187,7 +187,7 @@ def test_gguf_gives_the_tokens_of_safetensors(tmp_path: Path, make_record, make_
     assert_greedy(model, second, logits)
 
 
-@pytest.mark.parametrize("case", ["qwen2-rope-yarn", "qwen3", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("case", CASES)
 def test_the_native_executor_computes_a_model_exactly_or_refuses_it(
     tmp_path: Path, make_record, make_row, case: str
 ) -> None:
