@@ -13,6 +13,7 @@ import ray
 from pydantic import SecretStr
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from redis.asyncio import Redis
 
 from engine_actor.build import STUB_MODEL_LEN
 from serve_app.engine import engine_deployment, engine_recipes
@@ -95,6 +96,7 @@ class Gateway:
         self._gateway.directory.complete = False
         self._directory_watch: DirectoryWatch | None = None
         self._ledger: LedgerWriter | None = None
+        self._clients: list[Redis] = []
         self._ledger_files = LedgerFiles(Path(data_dir) / "ledger")
         if self._redis_url is not None:
             self._gateway.quota = self._connect(self._redis_url)
@@ -135,6 +137,8 @@ class Gateway:
         if self._directory_watch is not None and self._ledger is not None:
             await self._directory_watch.aclose()
             await self._ledger.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     def _connect(self, url: str) -> QuotaStore:
         """Everything of this gateway that Redis keeps: quotas, and tenants managed at run time."""
@@ -143,6 +147,7 @@ class Gateway:
         store.start()
         self._gateway.admin.store = DirectoryStore(redis, store.guarded)
         blocking = connect(url, socket_timeout_s=BLOCKING_TIMEOUT_S)
+        self._clients = [redis, blocking]
         self._directory_watch = DirectoryWatch(
             DirectoryStore(blocking, store.guarded), self._gateway.directory
         )

@@ -94,6 +94,10 @@ class TenantDirectory:
         """The key as it is stored, if it is managed at run time."""
         return self._managed_keys.get(key_id)
 
+    def managed(self) -> tuple[dict[str, Tenant], dict[str, KeyRecord]]:
+        """All that is managed at run time, as it is stored: tenants and keys by id."""
+        return dict(self._managed), dict(self._managed_keys)
+
     def update(self, tenants: Iterable[Tenant]) -> None:
         """Replace all tenants of the config at once: a key that is gone is refused from the next call on. On
         ValueError the old tenants stay."""

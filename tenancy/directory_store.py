@@ -60,7 +60,7 @@ class DirectoryStore:
     def __init__(self, redis: Redis, guarded: GuardedRedis, prefix: str = PREFIX) -> None:
         self._redis: Any = redis  # its types leave open whether replies are decoded
         self._guarded = guarded
-        self._script = Script("directory")
+        self._script, self._read = Script("directory"), Script("read_directory")
         base = f"{prefix}:{{+directory}}:"  # no tenant has an id like this
         self._tenants, self._keys, self._audit = (base + name for name in ("tenants", "keys", "audit"))
         self._secret = base + "secret"
@@ -95,8 +95,14 @@ class DirectoryStore:
                 "server.secret in their data_dir"
             )
         last = await self._redis.xrevrange(self._audit, count=1)  # before the tables: nothing is missed
-        tenants = await self._redis.hgetall(self._tenants)
-        keys = await self._redis.hgetall(self._keys)
+        # What a Redis that kept nothing has lost is put back: it must not bring a revoked key back to life.
+        known_tenants, known_keys = directory.managed()
+        args: list[str | int] = [len(known_tenants)]
+        for id, value in (*known_tenants.items(), *known_keys.items()):
+            args += [id, _stored(value)]
+        restored, tenants, keys = await self._redis.eval(self._read.text, 2, self._tenants, self._keys, *args)
+        if restored:
+            logger.error("Redis had lost tenants and keys: they are put back from this gateway's memory")
         # In a thread: with thousands of tenants this takes a while, and answers are being streamed.
         parsed = await asyncio.to_thread(_parsed, tenants, keys)
         directory.update_managed(*parsed)
@@ -159,12 +165,17 @@ class DirectoryWatch:
         self._said = what
 
 
-def _parsed(
-    tenants: dict[bytes, bytes], keys: dict[bytes, bytes]
-) -> tuple[dict[str, Tenant], dict[str, KeyRecord]]:
+def _parsed(tenants: list[bytes], keys: list[bytes]) -> tuple[dict[str, Tenant], dict[str, KeyRecord]]:
+    """From fields and values in turns."""
     return (
-        {id.decode(): Tenant.model_validate_json(value) for id, value in tenants.items()},
-        {id.decode(): KeyRecord.model_validate_json(value) for id, value in keys.items()},
+        {
+            id.decode(): Tenant.model_validate_json(value)
+            for id, value in zip(tenants[::2], tenants[1::2], strict=True)
+        },
+        {
+            id.decode(): KeyRecord.model_validate_json(value)
+            for id, value in zip(keys[::2], keys[1::2], strict=True)
+        },
     )
 
 

@@ -26,7 +26,9 @@ LEASE_MS = 2000
 
 
 async def main(url: str, name: str, requests: int, concurrency: int, path: str) -> None:
-    store = QuotaStore(connect(url + "?socket_timeout=10"), prices=PRICES, lease_ms=LEASE_MS)
+    store = QuotaStore(
+        connect(url + "?socket_timeout=20&socket_connect_timeout=20"), prices=PRICES, lease_ms=LEASE_MS
+    )
     live: dict[str, Hold] = {}
     turns = asyncio.Semaphore(concurrency)
     chance = random.Random(name)

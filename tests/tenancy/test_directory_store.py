@@ -227,3 +227,27 @@ async def test_many_tenants_are_read_in_one_go(redis: Redis, redis_url: str) -> 
     await store.load(directory)
     assert len(directory.tenants()) == 2000
     await client.aclose()
+
+
+async def test_f19_a_redis_that_lost_everything_brings_no_revoked_key_back(
+    fleet: Fleet, redis: Redis
+) -> None:
+    [record] = fleet.directories[0].keys("beta")
+    revoked = record.model_copy(update={"revoked": True})
+    id, key = new_key()
+    made = fleet.record(key, id)
+    await fleet.store.apply("ops", [Change("revoke", None, revoked), Change("create", None, made)])
+    await fleet.agree("eh_beta_config", None)
+    await fleet.agree(key, "alpha")
+    await redis.flushall()
+    await redis.client_kill_filter(_type="normal", skipme=True)
+
+    async def restored() -> bool:
+        return int(await redis.hlen("eh:v2:{+directory}:keys")) == 2
+
+    await eventually(restored)
+    await fleet.agree("eh_beta_config", None)
+    await fleet.agree(key, "alpha")
+    gone = made.model_copy(update={"revoked": True})
+    await fleet.store.apply("ops", [Change("revoke", made, gone)])  # and it can be managed as before
+    await fleet.agree(key, None)
