@@ -302,13 +302,17 @@ class Admission:
         return behind
 
     def _update(self) -> None:
-        for tenant in self._changed:
-            backlog = self._prices.computed_input * tenant.queued_tokens
-            backlog += self._prices.output * tenant.queued * self._mix.output_tokens
-            self._time.set(
-                tenant.number, key=tenant.key, counter=tenant.counter, weight=tenant.weight, backlog=backlog
-            )
-        self._changed.clear()
+        if not self._changed:
+            return
+        tenants, self._changed = list(self._changed), {}
+        per_token, per_request = self._prices.computed_input, self._prices.output * self._mix.output_tokens
+        self._time.set(
+            [tenant.number for tenant in tenants],
+            keys=[tenant.key for tenant in tenants],
+            counters=[tenant.counter for tenant in tenants],
+            weights=[tenant.weight for tenant in tenants],
+            backlogs=[per_token * t.queued_tokens + per_request * t.queued for t in tenants],
+        )
 
     def _upper(self, seconds: Any, level: int, margin: Any) -> Any:
         """A time, float or float64 [n], with its error margin."""

@@ -66,11 +66,19 @@ class VirtualTime:
     def __init__(self) -> None:
         self._columns = _empty(16)
 
-    def set(self, tenant: int, *, key: float, counter: float, weight: float, backlog: float) -> None:
-        """`backlog` is the priced work of the tenant's waiting tickets."""
-        self._grow(tenant)
-        for column, value in ((_KEY, key), (_COUNTER, counter), (_WEIGHT, weight), (_BACKLOG, backlog)):
-            self._columns[column, tenant] = value
+    def set(
+        self,
+        tenants: list[int],
+        *,
+        keys: list[float],
+        counters: list[float],
+        weights: list[float],
+        backlogs: list[float],
+    ) -> None:
+        """New values of some tenants; a backlog is the priced work of the waiting tickets."""
+        self._grow(max(tenants))
+        for column, values in ((_KEY, keys), (_COUNTER, counters), (_WEIGHT, weights), (_BACKLOG, backlogs)):
+            self._columns[column, tenants] = values
 
     def saw_ticket(self, tenant: int, now: float, *, cost: float, interactive: bool) -> None:
         self._grow(tenant)

@@ -129,6 +129,7 @@ class FairQueueActor:
         key = (ticket.request, ticket.attempt)
         refusal = self._queue.push(ticket, time.monotonic())
         if refusal is not None:
+            self._answer(refusal)  # who asked before, and still waits, hears the same
             return refusal
         self._hang_up(key)
         asking = _Asking(gateway, asyncio.get_running_loop().create_future())
