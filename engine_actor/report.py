@@ -51,6 +51,7 @@ def engine_report(
         first_tokens=first_tokens,
         completed=completed,
         step_estimate=control.estimate,
+        decode_step_seconds=control.take_decode_step(),
         decode_context=scheduler.state.decode_context(),
         peak_kv_tokens=estimate_peak_tokens(held, remaining),
         remaining=scheduler.state.predicted_ends(),

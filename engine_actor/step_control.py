@@ -47,6 +47,7 @@ class StepControl:
         self._lengths = 0
         # Sums over ended requests, each weighted by its steps: steps, tokens held, their squares.
         self._steps = self._held = self._held_squares = 0.0
+        self._decode_step_seconds: float | None = None
 
     @property
     def estimate(self) -> StepEstimate | None:
@@ -55,11 +56,18 @@ class StepControl:
 
     def observe(self, record: StepRecord, rows: list[StreamRow], seconds: float) -> None:
         """Learn from a step that took `seconds`, and from the requests that ended in it."""
-        self._model.observe(step_features(record), seconds)
+        features = step_features(record)
+        self._model.observe(features, seconds)
+        self._decode_step_seconds = seconds if features.decode_rows else None
         for row in rows:
             if row.finish_reason in ("stop", "length") and row.usage is not None:
                 usage = row.usage
                 self._observe_life(usage.computed_input + usage.cached_input, usage.output)
+
+    def take_decode_step(self) -> float | None:
+        """Seconds of the last step, if it had decodes in it: once per step."""
+        seconds, self._decode_step_seconds = self._decode_step_seconds, None
+        return seconds
 
     def token_budget(self, now: float) -> int | None:
         """Tokens of the next step, or None where the configured bound stands."""

@@ -93,9 +93,10 @@ class EngineReport:
     `first_tokens` and `completed` name, like `accepted`, the tickets of the sequences whose first token came, or that
     ended by themselves, since the report before. `step_estimate` is what a step takes, None before anything is
     known; `decode_context` the context tokens of the decoding sequences; `peak_kv_tokens` the most KV tokens that
-    the live requests will hold at once. `remaining` holds, per running request, the output tokens that are still to
-    come by prediction (1 when it has run over) and the KV pages that its end sets free. Page hashes are changes since
-    the report before; the first report of a connection adds all.
+    the live requests will hold at once; `decode_step_seconds` what the last step took, if it had decodes in it.
+    `remaining` holds, per running request, the output tokens that are still to come by prediction (1 when it has run
+    over) and the KV pages that its end sets free. Page hashes are changes since the report before; the first report
+    of a connection adds all.
     """
 
     engine: str
@@ -121,6 +122,7 @@ class EngineReport:
     step_estimate: StepEstimate | None = None
     decode_context: int = 0
     peak_kv_tokens: int = 0
+    decode_step_seconds: float | None = None
     remaining: tuple[tuple[int, int], ...] = ()
     page_hashes_added: tuple[int, ...] = field(default=())
     page_hashes_removed: tuple[int, ...] = field(default=())

@@ -117,6 +117,8 @@ class Gateway:
             self._gateway.quota.prices = self._prices
         self._gateway.directory.update(tenants)
         self._gateway.slo = settings.slo
+        for pool in self._gateway.pools:
+            pool.protection_lines = settings.slo.lines()
         admin = self._gateway.admin
         admin.prices = settings.prices
         admin.keys = {}

@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from policies.fair_queue import FairQueue, QueuePolicy, TenantSnapshot
+from policies.guardrails import Guardrails, ProtectionLines
 from policies.service_accounts import QueueState
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.owner import CALL_TIMEOUT_SECONDS, ActorOwner, ActorRecipe, find_actor, versioned_name
@@ -69,6 +70,7 @@ class QueueSnapshot:
     engines: tuple[str, ...]
     queued: int
     tenants: dict[str, TenantSnapshot] = field(default_factory=dict)
+    protection_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class FairQueueActor:
         )
         if spec.restored is not None:
             self._queue.restore(spec.restored, time.monotonic())
+        self._rails = Guardrails()
         self._asking: dict[tuple[str, int], _Asking] = {}
         self._gateways: dict[str, float] = {}  # and when they were last heard of
         self._engines: dict[str, float] = {}  # reporting engines and when they last did
@@ -125,9 +128,14 @@ class FairQueueActor:
 
         Ends by cancellation when the gateway falls silent: if it is there after all, it asks again.
         """
-        self._gateways[gateway] = time.monotonic()
+        self._gateways[gateway] = now = time.monotonic()
         key = (ticket.request, ticket.attempt)
-        refusal = self._queue.push(ticket, time.monotonic())
+        is_new = key not in self._asking
+        if is_new and (shed := self._rails.shed(ticket)) is not None:
+            return shed
+        refusal = self._queue.push(ticket, now)
+        if is_new:
+            self._rails.observe_offer(refusal is not None, now)
         if refusal is not None:
             self._answer(refusal)  # who asked before, and still waits, hears the same
             return refusal
@@ -151,17 +159,25 @@ class FairQueueActor:
         """The counters, for a successor."""
         return self._queue.export_state()
 
-    async def snapshot(self, gateway: str) -> QueueSnapshot:
-        """Renews the lease of the gateway that asks."""
+    async def snapshot(self, gateway: str, lines: ProtectionLines | None = None) -> QueueSnapshot:
+        """Renews the lease of the gateway that asks, and brings its protection lines: they may change any time."""
         self._gateways[gateway] = time.monotonic()
+        if lines is not None:
+            self._rails.lines = lines
         return QueueSnapshot(
-            self._queue.queue_epoch, tuple(sorted(self._engines)), len(self._queue), self._queue.snapshot()
+            self._queue.queue_epoch,
+            tuple(sorted(self._engines)),
+            len(self._queue),
+            self._queue.snapshot(),
+            self._rails.step,
         )
 
     def _pump(self) -> None:
         """Give out every grant that can be given now."""
         while (grant := self._queue.next_grant(time.monotonic())) is not None:
-            if not self._answer(grant):
+            if self._answer(grant):
+                self._rails.observe_grant(grant, time.monotonic())
+            else:
                 self._queue.withdraw(grant.request, grant.attempt)
 
     async def _tick(self) -> None:
@@ -177,6 +193,11 @@ class FairQueueActor:
                 os._exit(0)
             for ticket in self._queue.expire(now, self._spec.waiting_timeout_ms):
                 self._refuse(ticket)
+            step = self._rails.step
+            if self._rails.evaluate(now) != step:
+                logger.warning(
+                    "protection step %d of %s (%s)", self._rails.step, self._spec.model, self._rails.crossed
+                )
             for refusal in self._queue.break_promises(now):
                 self._answer(refusal)
             self._drop_silent_gateways(now)
@@ -217,6 +238,7 @@ class FairQueueActor:
         logger.warning("engine %s no longer reports", name)
         self._engines.pop(name, None)
         self._queue.forget_engine(name)
+        self._rails.forget_engine(name)
 
     async def _follow(self, name: str) -> None:
         """Read one engine's reports for ever, through its deaths and successors."""
@@ -240,8 +262,8 @@ class FairQueueActor:
             report = await reference
             if name not in self._engines:
                 logger.info("engine %s (epoch %d) reports", name, report.engine_epoch)
-            self._engines[name] = time.monotonic()
-            self._queue.observe_report(report, time.monotonic())
+            self._engines[name] = now = time.monotonic()
+            self._queue.observe_report(self._rails.observe_report(report, now), now)
             self._pump()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from policies.guardrails import ProtectionLines
 from policies.output_length import OutputLengthPredictor
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.channel import EngineChannel
@@ -46,6 +47,7 @@ class ModelPool:
         self.output_length = OutputLengthPredictor()
         self.channels = {name: EngineChannel(name, gateway) for name in engines}
         self.queue_snapshot: QueueSnapshot | None = None
+        self.protection_lines = ProtectionLines()
         self._queue_name = queue
         self._gateway = gateway
         self._queue: Any = None
@@ -105,8 +107,11 @@ class ModelPool:
         while True:
             try:
                 queue = self._queue_handle()
-                snapshot = None if queue is None else await within(2.0, queue.snapshot.remote(self._gateway))
-                self.queue_snapshot = snapshot
+                if queue is None:
+                    self.queue_snapshot = None
+                else:
+                    asked = queue.snapshot.remote(self._gateway, self.protection_lines)
+                    self.queue_snapshot = await within(2.0, asked)
             except (ray.exceptions.RayError, asyncio.TimeoutError):
                 self._queue, self.queue_snapshot = None, None
             await asyncio.sleep(_WATCH_SECONDS)

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from policies.fair_queue import QueuePolicy
+from policies.guardrails import ProtectionLines
 from serve_app.config_errors import ConfigError as ConfigError
 from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
 from tenancy.models import Price, Tenant, check_unambiguous, unpriced_model
@@ -216,10 +217,24 @@ class AdminSettings(_Settings):
     allow_remote: bool = False
 
 
-class SloSettings(_Settings):
-    """What the operator wants the pools to keep. `itl_p95_ms`: steps are cut so that gaps between tokens stay below."""
+_Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
-    itl_p95_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+class SloSettings(_Settings):
+    """Protection lines of each pool; crossed, load is shed step by step (policies.guardrails). None is no line.
+
+    Steps are also cut so that gaps between tokens stay below `itl_p95_ms`.
+    """
+
+    ttft_p95_ms: _Milliseconds | None = None
+    itl_p95_ms: _Milliseconds | None = None
+    queue_wait_p95_ms: _Milliseconds | None = None
+    kv_cache_utilization_max: _Share | None = None
+    admission_reject_rate_max: _Share | None = None
+
+    def lines(self) -> ProtectionLines:
+        return ProtectionLines(**self.model_dump())
 
 
 class UserConfig(_Settings):

@@ -61,9 +61,17 @@ class QueueMetrics(Collector):
             "Epoch of the scheduling authority; a successor's is higher.",
             labels=("model",),
         )
+        protection = GaugeMetricFamily(
+            "protection_step",
+            "What is given up since a protection line was crossed: 0 nothing, 1 batch, 2 long prompts too, above that "
+            "smaller batches.",
+            labels=("model",),
+        )
         for model, snapshot in self._snapshots.items():
             epoch.add_metric((model,), snapshot.queue_epoch)
+            protection.add_metric((model,), snapshot.protection_step)
         yield epoch
+        yield protection
 
     def _sums(self, value: Callable[[TenantSnapshot], float]) -> list[tuple[tuple[str, str], float]]:
         sums: dict[tuple[str, str], float] = {}

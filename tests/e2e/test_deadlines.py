@@ -70,3 +70,22 @@ def test_a_stream_with_a_pace_is_answered_in_full(stub: Any) -> None:
     assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
     assert "x-slo-admission" not in answer.headers
     assert time.monotonic() - begin < 60
+
+
+def test_a_crossed_protection_line_sheds_batch_work_first(start_server: Any) -> None:
+    def change(config: dict[str, Any]) -> None:
+        user_config = config["applications"][0]["deployments"][0]["user_config"]
+        user_config["slo"] = {"ttft_p95_ms": 0.001}
+
+    with start_server("--engine", "stub", change=change) as server:
+
+        def is_shed() -> bool:
+            assert ask(server, {}, max_tokens=1).status_code == 200, "ordinary requests are not shed"
+            return ask(server, {}, service_tier="flex", max_tokens=1).status_code == 503
+
+        server.wait_until(is_shed, 60)
+        answer = ask(server, {}, service_tier="flex")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "overloaded")
+        assert "ttft_p95_ms" in error["message"] and int(answer.headers["retry-after"]) >= 1
+        server.wait_until(lambda: server.metric("protection_step") >= 1, 10)
