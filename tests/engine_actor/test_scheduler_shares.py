@@ -114,6 +114,30 @@ def test_c04_tenants_take_turns_however_many_requests_one_sends_first() -> None:
     )
 
 
+def test_c04_no_stream_misses_a_step_while_a_long_prompt_is_computed() -> None:
+    scheduler, runner = make(
+        num_pages=300,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        prefill_chunk_size=64,
+        max_model_len=2000,
+    )
+    streams = {f"s{i}" for i in range(8)}
+    for name in sorted(streams):
+        scheduler.submit(request(name, [int(name[1]) + 1] * 4, 200, tenant="a"), 0.0)
+    run_steps(scheduler, runner, 3)
+    scheduler.submit(request("long", list(range(50)) * 30, 2, tenant="b"), 0.0)
+    steps = 0
+    while True:
+        record, rows = step(scheduler, runner)
+        steps += 1
+        assert record is not None and record.num_tokens <= 64
+        assert {row.request for row in rows} >= streams, "one token of each stream in every step"
+        if any(row.request == "long" for row in rows):
+            break
+    assert steps == -(-1500 // (64 - 8)), "and the prompt gets all that is left"
+
+
 def test_a_head_that_fits_no_room_of_its_tenant_does_not_hold_up_the_others() -> None:
     scheduler, runner = make(num_pages=25, max_num_seqs=16)
     scheduler.submit(request("a0", [1] * 100, 40, tenant="a", predicted=40), 0.0)
