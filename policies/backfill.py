@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from policies.engine_load import EngineLoad, prompt_pages
+from policies.engine_load import EngineLoad, room_to_enter
 from policies.tickets import Ticket
 
 
@@ -39,12 +39,12 @@ def may_backfill(ticket: Ticket, engine: EngineLoad, reservation: Reservation) -
 def _steps_until_room(head: Ticket, engine: EngineLoad) -> int:
     slots = engine.report.max_num_seqs - engine.sequences
     pages = engine.free_pages
-    needed_pages = prompt_pages(head, engine.report.page_size)
+    needed_slots, needed_pages = room_to_enter(head, engine.report)
     ends = sorted(engine.report.remaining)
     for steps, freed_pages in ends:
         slots += 1
         pages += freed_pages
-        if slots >= head.sequences and pages >= needed_pages:
+        if slots >= needed_slots and pages >= needed_pages:
             return steps
     return ends[-1][0]  # a head larger than the engine starts when the engine is empty
 

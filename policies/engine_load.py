@@ -16,6 +16,18 @@ def prompt_pages(ticket: Ticket, page_size: int) -> int:
     return ticket.sequences * (-(-tokens_per_sequence // page_size) + 1)
 
 
+def room_to_enter(ticket: Ticket, report: EngineReport) -> tuple[int, int]:
+    """Slots and pages that must be free for a ticket to go to the engine.
+
+    A wide ticket (n, prompt lists) needs room for a quarter of the slots and half of the pages at most; the rest of its
+    sequences wait inside. Otherwise one with more sequences than slots would stop everybody until the engine is empty.
+    """
+    pages = prompt_pages(ticket, report.page_size) // ticket.sequences
+    sequences = min(ticket.sequences, max(1, report.max_num_seqs // 4))
+    sequences = max(1, min(sequences, report.total_pages // 2 // pages))
+    return sequences, sequences * pages
+
+
 @dataclass
 class _OnTheWay:
     """Grants that no report has confirmed yet."""
@@ -125,10 +137,10 @@ class EngineLoad:
         return self.has_slots(ticket) and self.has_pages(ticket) and self.has_prefill_room()
 
     def has_slots(self, ticket: Ticket) -> bool:
-        return self.sequences + ticket.sequences <= self.report.max_num_seqs
+        return self.sequences + room_to_enter(ticket, self.report)[0] <= self.report.max_num_seqs
 
     def has_pages(self, ticket: Ticket) -> bool:
-        return prompt_pages(ticket, self.report.page_size) <= self.free_pages
+        return room_to_enter(ticket, self.report)[1] <= self.free_pages
 
     def has_prefill_room(self) -> bool:
         """The prefill buffer is not full. The next prompt itself does not count: an engine never runs dry behind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from policies.engine_load import EngineLoad, prompt_pages
+from policies.engine_load import EngineLoad, room_to_enter
 from policies.tickets import Ticket
 
 RECLAIM_SEQUENCES = 2
@@ -114,10 +114,10 @@ def choose_reclaim(ticket: Ticket, shares: PoolShares) -> EngineLoad | None:
 
 def _room_by_right(ticket: Ticket, engine: EngineLoad, shares: PoolShares) -> int | None:
     """What others hold over their share of the resource that is short, 0 if none is; None without a right."""
-    pages = prompt_pages(ticket, engine.report.page_size)
+    slots, pages = room_to_enter(ticket, engine.report)
     over = 0
     for asked, free, holdings in (
-        (ticket.sequences, engine.report.max_num_seqs - engine.sequences, shares.slots),
+        (slots, engine.report.max_num_seqs - engine.sequences, shares.slots),
         (pages, engine.free_pages, shares.pages),
     ):
         if asked <= free:

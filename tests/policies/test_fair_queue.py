@@ -439,13 +439,32 @@ def test_pages_of_prompt_and_one_more_per_sequence() -> None:
     assert granted(queue) == ["r1"], "6 of 12 pages are for the grant in flight"
 
 
-def test_an_empty_engine_takes_a_request_over_its_limits_alone() -> None:
+def test_c01_an_empty_engine_takes_a_request_over_its_limits_alone() -> None:
     queue = make_queue()
-    queue.observe_report(report(max_num_seqs=4, running=1))
-    queue.push(ticket("wide", sequences=9), 0.0)
+    queue.observe_report(report(free_pages=99, total_pages=100, running=1))
+    queue.push(ticket("large", input_tokens=16 * 200), 0.0)
     queue.push(ticket("next"), 0.0)
     assert granted(queue) == []
-    queue.observe_report(report(step=1, max_num_seqs=4))
+    queue.observe_report(report(step=1, free_pages=100, total_pages=100))
+    assert granted(queue) == ["large"], "it is for the engine to judge"
+
+
+def test_c01_more_sequences_than_slots_do_not_wait_for_an_empty_engine() -> None:
+    """A quarter of the slots is enough to go in: the rest of the sequences wait inside."""
+    queue = make_queue()
+    queue.observe_report(report(max_num_seqs=8, running=7))
+    queue.push(ticket("wide", sequences=64, input_tokens=640), 0.0)
+    queue.push(ticket("next", "b"), 0.0)
+    assert granted(queue) == []
+    queue.observe_report(report(step=1, max_num_seqs=8, running=6))
+    assert granted(queue) == ["wide", "next"], "nor does it lock out a tenant under its share"
+
+
+def test_c01_sequences_that_fill_the_pool_together_do_not_wait_for_it() -> None:
+    queue = make_queue()
+    # Eight sequences of 31 pages; half of the pool holds one of them.
+    queue.observe_report(report(max_num_seqs=100, running=1, free_pages=31, total_pages=100))
+    queue.push(ticket("wide", sequences=8, input_tokens=8 * 16 * 30), 0.0)
     assert granted(queue) == ["wide"]
 
 
