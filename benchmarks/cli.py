@@ -92,7 +92,7 @@ def sampling(
     repeat: Annotated[int, typer.Option(help="Timed rounds; the fastest counts.", min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time of one sampled row by setting, and its ratio to a greedy one, on one thread and random logits."""
+    """CPU time of one sampled row by setting, and its ratio to a greedy one, on one thread and made-up logits."""
     from benchmarks.sampling import run
 
     result = run(rows, vocab, repeat)
