@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.simulate.simulation import RequestOutcome, Run
 from engine_actor.executor import PAGE_SIZE
+from policies.queue_order import INTERACTIVE_LEAD
 from policies.service import DEFAULT_PRICES
 
 _DIGITS = 4
@@ -69,15 +70,18 @@ def service_gap_bound(run: Run) -> float:
     """Most by which the service of two tenants backlogged over the same time may differ, per unit of weight.
 
     2 * max(w_in * chunk, w_out * M) over the smallest weight, summed over the engines (Sheng et al., OSDI'24, section
-    4.1, with prompts charged by the chunk). M is the KV pool in tokens: what one tenant can have in flight.
+    4.1, with prompts charged by the chunk). M is the KV pool in tokens: what one tenant can have in flight. Where
+    interactive requests wait beside others, twice their lead is added.
     """
+    classes = {outcome.request.service_class for outcome in run.outcomes}
+    lead = 2.0 * INTERACTIVE_LEAD if classes >= {"interactive", "default"} else 0.0
     smallest = min(outcome.request.weight for outcome in run.outcomes)
     bound = 0.0
     for engine in run.engines:
         chunk = DEFAULT_PRICES.cost(computed_input=engine.scheduler.config.prefill_chunk_size)
         pool = DEFAULT_PRICES.cost(output=engine.scheduler.cache.total * PAGE_SIZE)
         bound += 2.0 * max(chunk, pool)
-    return bound / smallest
+    return bound / smallest + lead
 
 
 def meets_targets(outcome: RequestOutcome) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,16 @@ class ServiceGapMeter:
     pairs and all t1 up to which their common backlog reaches back; `max` is the largest of all, `mean` the mean
     over the time in which some pair is backlogged. Both are None while there was no such pair.
 
-    A tenant is backlogged while a request of it waits in the fair queue.
+    A tenant is backlogged while a request of it waits in the fair queue. Tenants with batch work, in `batch`, are
+    compared among themselves only: batch yields to everything else.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], batch: Collection[str] = ()) -> None:
         self.tenants = list(weights)
         self._weights = np.array([weights[name] for name in self.tenants])
         n = len(self.tenants)
+        group = np.array([name in batch for name in self.tenants])
+        self._comparable = (group[:, None] == group[None, :]) & ~np.eye(n, dtype=np.bool_)
         self._lowest = np.zeros((n, n))
         self._highest = np.zeros((n, n))
         self._together = np.zeros((n, n), np.bool_)
@@ -73,8 +76,7 @@ class ServiceGapMeter:
             self.curve.append((now, gap))
         else:
             self._lowest, self._highest = difference.copy(), difference.copy()
-        self._together = backlogged[:, None] & backlogged[None, :]
-        np.fill_diagonal(self._together, False)
+        self._together = backlogged[:, None] & backlogged[None, :] & self._comparable
 
     def jain(self) -> float | None:
         """Jain's index of the rates of service per weight that tenants got while backlogged; 1 is equal rates.

@@ -116,7 +116,8 @@ class Simulation:
         self._numbers = count()
         self._waiting: dict[str, int] = {}
         self._emptied: set[str] = set()
-        self._gap = ServiceGapMeter(_compared_tenants(scenario))
+        batch = {request.tenant for request in scenario.requests if request.service_class == "batch"}
+        self._gap = ServiceGapMeter(_compared_tenants(scenario), batch)
         self._unfinished = len(self._outcomes)
         self._output_tokens = 0
         self._last_token_at = 0.0

@@ -19,7 +19,7 @@ from benchmarks.simulate.simulation import HOP_SECONDS, Run
 from benchmarks.simulate.traces import read_trace
 from benchmarks.workload import BenchmarkError
 from engine_actor.step import SamplingColumns, StepRecord
-from policies.fair_queue import QUEUE_POLICIES
+from policies.fair_queue import QUEUE_POLICIES, QueuePolicy
 
 # One second a step and nothing for its tokens: times can be counted by hand.
 SECOND = CostModel(
@@ -34,7 +34,7 @@ SECOND = CostModel(
 
 
 def run(
-    *requests: SimulatedRequest, policy: str = "vtc", horizon_s: float | None = None, **changes: int
+    *requests: SimulatedRequest, policy: QueuePolicy = "vtc", horizon_s: float | None = None, **changes: int
 ) -> Run:
     return simulate(scenario("test", requests, horizon_s), policy, replace(SECOND, **changes))  # type: ignore[arg-type]
 
@@ -74,6 +74,13 @@ def test_gap_does_not_count_while_one_of_two_has_nothing_waiting() -> None:
     assert meter.max == 10
 
 
+def test_batch_work_is_compared_with_batch_work_only() -> None:
+    meter = ServiceGapMeter({"a": 1.0, "b": 1.0}, batch={"b"})
+    observe(meter, 0, 0, 0, "a", "b")
+    observe(meter, 1, 100, 0, "a", "b")
+    assert meter.max is None
+
+
 def test_jain_index_counts_service_per_second_of_backlog() -> None:
     meter = ServiceGapMeter({"a": 1.0, "b": 1.0})
     observe(meter, 0, 0, 0, "a", "b")
@@ -98,22 +105,25 @@ def test_times_of_one_request_follow_from_its_steps() -> None:
     assert report["tenants"]["a"]["service"] == 130 + 2 * 3
 
 
-def test_every_request_gets_exactly_its_tokens_and_runs_are_repeatable() -> None:
-    rng = np.random.default_rng(1)
-    requests = [
-        SimulatedRequest(float(at), str(i % 3), int(rng.integers(1, 300)), int(rng.integers(1, 80)))
-        for i, at in enumerate(rng.uniform(0, 60, 40))
-    ]
-    for policy in QUEUE_POLICIES:
-        # The pool is small: requests are preempted, and get their tokens once all the same.
-        first, second = (run(*requests, policy=policy, kv_tokens=512) for _ in range(2))
-        assert results(policy, first) == results(policy, second)
-        assert results(policy, first)["preemptions"] > 0
-        assert [len(o.token_times) for o in first.outcomes] == [
-            o.request.output_tokens for o in first.outcomes
-        ]
-        for engine in first.engines:
-            engine.scheduler.cache.check_idle()
+SMALL_POOL = [
+    SimulatedRequest(index * 1.7, str(index % 3), 20 + 61 * index % 280, 5 + 29 * index % 70)
+    for index in range(20)
+]
+
+
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
+def test_every_request_gets_exactly_its_tokens(policy: QueuePolicy) -> None:
+    # The pool is small: requests are preempted, and get their tokens once all the same.
+    result = run(*SMALL_POOL, policy=policy, kv_tokens=512)
+    assert [len(o.token_times) for o in result.outcomes] == [o.request.output_tokens for o in result.outcomes]
+    for engine in result.engines:
+        engine.scheduler.cache.check_idle()
+
+
+def test_runs_are_repeatable_and_preempt() -> None:
+    first, second = (results("vtc", run(*SMALL_POOL, kv_tokens=512)) for _ in range(2))
+    assert first == second
+    assert first["preemptions"] > 0
 
 
 def test_shared_prefix_blocks_are_found_and_private_prompts_are_not() -> None:
