@@ -17,7 +17,7 @@ class ServiceGapMeter:
     For two tenants f and g, both backlogged over [t1, t2), the gap is |W_f - W_g| with W the service per weight
     that they got from t1 to t2 (Sheng et al., OSDI'24, section 4). The gap at a moment is the largest over all
     pairs and all t1 up to which their common backlog reaches back; `max` is the largest of all, `mean` the mean
-    over the time in which some pair is backlogged. Both are None while there was no such pair.
+    over the time in which some pair is backlogged. Both are 0 while there was no such pair.
 
     A tenant is backlogged while a request of it waits in the fair queue. Tenants with batch work, in `batch`, are
     compared among themselves only: batch yields to everything else.
@@ -39,15 +39,15 @@ class ServiceGapMeter:
         self._now = 0.0
         self._weighted_gap = 0.0
         self._gap_seconds = 0.0
-        self.max: float | None = None
+        self.max = 0.0
         self.curve: list[tuple[float, float]] = []
         """(seconds, gap at that moment), one for every observation with a pair of backlogged tenants."""
         self.service_curve: list[tuple[float, npt.NDArray[np.float64]]] = []
         """(seconds, service per weight of each of `tenants`), one for every observation."""
 
     @property
-    def mean(self) -> float | None:
-        return self._weighted_gap / self._gap_seconds if self._gap_seconds else None
+    def mean(self) -> float:
+        return self._weighted_gap / self._gap_seconds if self._gap_seconds else 0.0
 
     def observe(
         self, now: float, served: Mapping[str, float], waiting: Mapping[str, int], emptied: set[str]
@@ -70,7 +70,7 @@ class ServiceGapMeter:
             self._lowest = np.where(lasting, np.minimum(self._lowest, difference), difference)
             self._highest = np.where(lasting, np.maximum(self._highest, difference), difference)
             gap = float(np.max(np.where(lasting, self._highest - difference, 0.0)))
-            self.max = gap if self.max is None else max(self.max, gap)
+            self.max = max(self.max, gap)
             self._weighted_gap += gap * seconds
             self._gap_seconds += seconds
             self.curve.append((now, gap))
