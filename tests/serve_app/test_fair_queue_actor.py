@@ -1,125 +1,79 @@
-"""The fair queue's actor without Ray around it: answers, withdrawals, gateways that fall silent."""
+"""What the fair queue's actor answers, called directly: protection lines, deadlines, asking twice."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
 from typing import Any
 
-import pytest
-
+from policies.guardrails import ProtectionLines
+from policies.latency_model import StepEstimate
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
-from serve_app import fair_queue
 from serve_app.fair_queue import FairQueueActor, FairQueueSpec
 
-
-def spec(**changes: Any) -> FairQueueSpec:
-    fields: dict[str, Any] = {
-        "model": "m",
-        "engines": (),
-        "policy": "vtc",
-        "locality_window": 0.0,
-        "max_queued_requests": 100,
-        "max_queued_per_tenant": 100,
-        "max_queued_tokens": 10_000,
-        "max_queued_tokens_per_tenant": 10_000,
-        "waiting_timeout_ms": 60_000.0,
-    }
-    return FairQueueSpec(**(fields | changes))
+SPEC = FairQueueSpec(
+    model="m",
+    engines=("e0",),
+    policy="vtc",
+    locality_window=0.0,
+    max_queued_requests=100,
+    max_queued_per_tenant=100,
+    max_queued_tokens=10**6,
+    max_queued_tokens_per_tenant=10**6,
+    waiting_timeout_ms=60_000.0,
+)
 
 
-def ticket(request: str, attempt: int = 1) -> Ticket:
-    return Ticket(request, attempt, "a", 1.0, input_tokens=10, predicted_output_tokens=5)
+def ticket(request: str, **fields: Any) -> Ticket:
+    return Ticket(request, 1, "a", 1.0, 10, 5, **fields)
 
 
-def report(step: int) -> EngineReport:
-    """An empty engine with two slots."""
-    return EngineReport(
+def hear(actor: FairQueueActor, step: int, **fields: Any) -> None:
+    """A report of the engine, as it comes in."""
+    report = EngineReport(
         engine="e0",
         engine_epoch=1,
         step=step,
         served={},
         outstanding={},
-        running=0,
         waiting=0,
         waiting_prefill_tokens=0,
-        max_num_seqs=2,
         max_num_batched_tokens=100,
-        free_pages=100,
-        total_pages=100,
+        free_pages=1000,
+        total_pages=1000,
         page_size=16,
+        step_estimate=StepEstimate(5e-3, 1e-4, 1e-4, 0.0, 0.0, 0.1),
+        **{"running": 0, "max_num_seqs": 8, **fields},
     )
+    now = time.monotonic()
+    actor._queue.observe_report(actor._rails.observe_report(report, now), now)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), 10.0)
-
-
-@pytest.fixture
-async def actor() -> AsyncIterator[FairQueueActor]:
-    actor = FairQueueActor(spec())
-    await actor.renew("owner")
-    yield actor
-    for task in actor._tasks:
-        task.cancel()
-
-
-async def test_each_waiting_gateway_gets_its_grant(actor: FairQueueActor) -> None:
-    asked = [asyncio.create_task(actor.enqueue(ticket(f"r{i}"), f"g{i}")) for i in range(3)]
-    await until(lambda: len(actor._queue) == 3)
-    actor._queue.observe_report(report(1))
-    await until(lambda: sum(task.done() for task in asked) == 2)
-    answers = [task.result() for task in asked if task.done()]
-    assert all(isinstance(answer, Grant) for answer in answers)
-    assert len(actor._queue) == 1
-    [last] = [task for task in asked if not task.done()]
-    await actor.withdraw(f"r{asked.index(last)}", 1)
-    refusal = await last
-    assert isinstance(refusal, Refusal) and refusal.code == "cancelled"
+async def test_a_crossed_line_sheds_batch_work_and_nothing_else() -> None:
+    actor = FairQueueActor(SPEC)
+    hear(actor, 0)
+    snapshot = await actor.snapshot("g", ProtectionLines(ttft_p95_ms=1e-6))
+    assert snapshot.protection_step == 0
+    assert isinstance(await actor.enqueue(ticket("early", service_class="batch"), "g"), Grant)
+    for number in range(40):
+        granted = await actor.enqueue(ticket(f"r{number}"), "g")
+        assert isinstance(granted, Grant)
+        hear(actor, number + 1, accepted=((f"r{number}", 1),), first_tokens=((f"r{number}", 1),))
+    assert actor._rails.evaluate(time.monotonic()) == 1
+    answer = await actor.enqueue(ticket("late", service_class="batch"), "g")
+    assert isinstance(answer, Refusal) and answer.code == "overloaded" and "ttft_p95_ms" in answer.message
+    assert isinstance(await actor.enqueue(ticket("n"), "g"), Grant)
+    assert (await actor.snapshot("g")).protection_step == 1
 
 
-async def test_asking_again_ends_the_older_call(actor: FairQueueActor) -> None:
+async def test_a_deadline_is_refused_at_once_and_whoever_asked_before_hears_it_too() -> None:
+    actor = FairQueueActor(SPEC)
+    hear(actor, 0, running=8, live_sequences={"a": 8})  # every slot is its own
     first = asyncio.create_task(actor.enqueue(ticket("r"), "g"))
-    await until(lambda: len(actor._queue) == 1)
-    second = asyncio.create_task(actor.enqueue(ticket("r"), "g"))
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(first, 5.0)
-    assert len(actor._queue) == 1
-    actor._queue.observe_report(report(1))
-    assert isinstance(await asyncio.wait_for(second, 5.0), Grant)
-
-
-async def test_tickets_of_a_silent_gateway_leave_and_others_stay(
-    actor: FairQueueActor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead = [asyncio.create_task(actor.enqueue(ticket(f"dead{i}"), "dead")) for i in range(5)]
-    alive = asyncio.create_task(actor.enqueue(ticket("alive"), "alive"))
-    await until(lambda: len(actor._queue) == 6)
-    monkeypatch.setattr(fair_queue, "GATEWAY_LEASE_SECONDS", 1.0)
-
-    async def renew() -> None:
-        while True:
-            await actor.snapshot("alive")
-            await asyncio.sleep(0.05)
-
-    renewing = asyncio.create_task(renew())
-    await until(lambda: all(task.done() for task in dead))
-    assert all(task.cancelled() for task in dead) and not alive.done()
-    assert (await actor.snapshot("alive")).queued == 1
-    actor._queue.observe_report(report(1))
-    grant = await asyncio.wait_for(alive, 5.0)
-    assert isinstance(grant, Grant) and grant.request == "alive"
-    renewing.cancel()
-
-
-async def test_a_successor_goes_on_with_the_counters() -> None:
-    first = FairQueueActor(spec())
-    first._queue.observe_report(report(1))
-    served = EngineReport(**{**vars(report(2)), "served": {"a": 50.0}})
-    first._queue.observe_report(served)
-    successor = FairQueueActor(spec(restored=await first.export_state()))
-    assert (await successor.snapshot("g")).tenants["a"].served == 50.0
+    await asyncio.sleep(0)
+    assert not first.done()
+    second = await actor.enqueue(ticket("r", remaining_ttft_ms=0.0), "g")
+    assert isinstance(second, Refusal) and second.code == "deadline_unattainable"
+    assert second.earliest_deadline_ms is not None
+    assert await asyncio.wait_for(first, 10) == second
+    assert (await actor.snapshot("g")).queued == 0
