@@ -132,8 +132,8 @@ CLIENTS = (
         "langchain-openai", "langchain_openai", _script("langchain_chat.py"), "content", "langchain-openai",
         summary=last_line,
     ),
-    Client("lm-eval", "lm_eval", _lm_eval, "evenhand_choice", "lm-eval"),
-    Client("guidellm", "guidellm", _guidellm, environment_name="guidellm"),
-    Client("evalscope", "evalscope", _evalscope, environment_name="evalscope"),
+    Client("lm-eval", "lm_eval", _lm_eval, "|evenhand_generate|", "lm-eval"),
+    Client("guidellm", "guidellm", _guidellm, "successful=16 errored=0", "guidellm"),
+    Client("evalscope", "evalscope", _evalscope, "(16 samples)", "evalscope"),
     Client("vllm bench serve", "vllm", _vllm, "Successful requests:                     16", "vllm"),
 )  # fmt: skip
