@@ -277,7 +277,9 @@ def test_F15_slow_requests_time_out(stub: Any) -> None:
         thread.join()
     for name in ("headers", "body"):
         assert answers[name].split()[1] == b"408", answers
-        assert b"request_timeout" in answers[name]
+    assert (
+        b"request_timeout" in answers["body"]
+    )  # before the headers are there, HAProxy has no words but its own
 
 
 @pytest.mark.parametrize("place", ["unknown", "messages", "tools", "response_format", "metadata"])
