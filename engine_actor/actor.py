@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 OWNER_LEASE_SECONDS = 15.0
 REQUEST_LEASE_SECONDS = 10.0
 STALL_SECONDS = 30.0
-"""An engine with work that has served no new token for this long is unhealthy. Longer than any sane step on a CPU."""
+"""An engine with work that makes no progress for this long is unhealthy. Longer than any sane step on a CPU."""
 
 _TICK_SECONDS = 1.0
 
@@ -200,7 +200,7 @@ class EngineActor:
             return "loading", ""
         stalled = time.monotonic() - self._engine_loop.last_progress
         if stalled > STALL_SECONDS:
-            return "stalled", f"no new token for {stalled:.0f} s: {self._engine_loop.why_stalled()}"
+            return "stalled", f"no progress for {stalled:.0f} s: {self._engine_loop.why_stalled()}"
         return ("draining", "") if self._draining else ("ready", "")
 
     def _fail(self, error: BaseException) -> None:

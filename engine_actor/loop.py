@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_actor.executor import Runner
+from engine_actor.executor import PAGE_SIZE, Runner
 from engine_actor.request import EngineRequest, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.step import StepRecord, StepResult
@@ -60,9 +60,10 @@ class EngineLoop:
         self._accepted: list[tuple[str, int]] = []
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.last_progress = time.monotonic()
-        """Monotonic seconds of the last step that served a new token, or of the last moment without any work."""
+        """Monotonic seconds of the last step on the way to a new token, or of the last moment without any work."""
         self._computing = False
         self._served = 0
+        self._served_nothing = 0  # tokens computed since the last new one
 
     def start(self) -> None:
         self._thread.start()
@@ -142,10 +143,19 @@ class EngineLoop:
         ran = time.monotonic()
         rows += self._scheduler.commit(record, result, ran)
         end = time.monotonic()
-        if self._scheduler.service.tokens != self._served:
-            self._served = self._scheduler.service.tokens
-            self.last_progress = end
+        self._note_progress(record, end)
         self._control.observe(record, rows, end - begin)
         self._on_outcome(
             StepOutcome(rows, accepted, record, result, (scheduled - begin) + (end - ran), end - begin)
         )
+
+    def _note_progress(self, record: StepRecord, end: float) -> None:
+        """A step that serves no new token may compute lost ones again, but no more than the pool can have lost."""
+        cache = self._scheduler.cache
+        if self._scheduler.service.tokens != self._served:
+            self._served = self._scheduler.service.tokens
+            self._served_nothing = 0
+        else:
+            self._served_nothing += record.num_tokens
+        if self._served_nothing <= cache.total * PAGE_SIZE:
+            self.last_progress = end

@@ -12,6 +12,7 @@ import pytest
 from engine_actor import actor as actor_module
 from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
 from engine_actor.build import EngineOptions
+from engine_actor.executor import PAGE_SIZE
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.step import StepRecord, StepResult
 from engine_actor.stub_runner import STUB_TEXT, StubRunner
@@ -208,27 +209,33 @@ async def test_c03_an_engine_that_waits_without_progress_turns_red_and_says_why(
     assert engine.heartbeat("owner").state == "ready"
 
 
-async def test_c03_steps_that_serve_nothing_new_are_no_progress(engine: EngineActor) -> None:
+async def test_c03_computing_the_same_again_and_again_is_no_progress(engine: EngineActor) -> None:
     loop, scheduler = engine._engine_loop, engine._scheduler
     assert loop is not None and scheduler is not None
     loop.stop()
-    scheduler.submit(request("r", max_tokens=50), 0.0)
-    loop._turn()
-    for _ in range(3):
+    scheduler.submit(request("r", max_tokens=50, prompt_token_ids=list(range(200))), 0.0)
+    scheduler._prefill._chunk_size = 100
+    for _ in range(4):
         loop._turn()
-    before = loop.last_progress
-    for sequence in scheduler.running:
-        scheduler._preempt(sequence)
-    scheduler.cache.clear()
-    loop._turn()  # the prompt once more, all of it served before: its token is the next one
-    assert loop.last_progress > before
-    for sequence in scheduler.running:
-        scheduler._preempt(sequence)
-    scheduler.cache.clear()
-    before = loop.last_progress
-    scheduler._prefill._chunk_size = 1
-    loop._turn()
-    assert loop.last_progress == before and "compute again" in loop.why_stalled()
+    assert scheduler.running[0].output_tokens == 3
+
+    def lose_everything_and_compute_half() -> float:
+        scheduler._preempt(scheduler.running[0])
+        scheduler.cache.clear()
+        loop._turn()
+        return loop.last_progress
+
+    first = lose_everything_and_compute_half()
+    again = lose_everything_and_compute_half()
+    assert again > first, "once or twice it is what preemption costs"
+    pool = scheduler.cache.total * PAGE_SIZE
+    for _ in range(pool // 100 + 1):
+        last = lose_everything_and_compute_half()
+    assert lose_everything_and_compute_half() == last
+    assert "compute again" in loop.why_stalled()
+    for _ in range(2):
+        loop._turn()
+    assert loop.last_progress > last, "a new token"
 
 
 async def test_c03_waiting_with_nothing_running_is_no_progress(engine: EngineActor) -> None:
