@@ -140,7 +140,7 @@ def test_mutated_bodies_never_break_anything(stub: Any, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_schemathesis_finds_nothing(stub: Any, tmp_path: Any) -> None:
-    """Requests made from the OpenAPI document, by a tool that knows nothing else of us (`pip install schemathesis`)."""
+    """Requests made from the OpenAPI document, by a tool that knows nothing else of us (the extra `fuzz`)."""
     command = shutil.which("schemathesis")
     if command is None:
         pytest.skip("schemathesis is not installed")
