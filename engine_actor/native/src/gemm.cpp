@@ -6,21 +6,35 @@
 namespace {
 
 constexpr int BLOCK_ROWS = 96;   // rows of x that stay in the second level cache
+constexpr int NEAR_BYTES = 8192;  // how far a tile fetches ahead in its own panel
 constexpr int MOST_PANELS = 16;  // that a thread takes at a time
 
 // Rows of one tile out of `left`: 8 + 1 rows take longer than 5 + 4.
 int tile_rows(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
 
+int64_t panel_bytes(const Product& p) {
+    const int64_t values = int64_t(p.k) * COLUMNS;
+    return p.weight.format == Format::bf16 ? 2 * values : p.weight.format == Format::int8 ? values : values / 2;
+}
+
 template <typename Kernel>
 void panels(const Product& p, int begin, int end, int rows) {
+    const int64_t bytes = panel_bytes(p);
+    const char* weights = static_cast<const char*>(p.weight.data);
     for (int block = 0; block < rows; block += BLOCK_ROWS) {
         const int last = std::min(rows, block + BLOCK_ROWS);
-        for (int panel = begin; panel < end; panel++)
+        const int tiles = (last - block + Kernel::TILE_ROWS - 1) / Kernel::TILE_ROWS;
+        for (int panel = begin; panel < end; panel++) {
+            // One tile fetches what it will need itself; several fetch the next panel, each a part of it.
+            const char* here = weights + panel * bytes;
+            Ahead ahead = tiles == 1 ? Ahead{here + NEAR_BYTES, 128} : Ahead{here + bytes, (128 / tiles + 15) / 16 * 16};
             for (int row = block; row < last;) {
                 const int count = tile_rows(last - row, Kernel::TILE_ROWS);
-                call_tile<Kernel>(p, row, count, panel);
+                call_tile<Kernel>(p, row, count, panel, ahead);
+                if (tiles > 1) ahead.at += bytes / 128 * ahead.step;
                 row += count;
             }
+        }
     }
 }
 

@@ -6,6 +6,12 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+// Where the weights lie that a tile fetches on its way: `step` bytes on for each 128 bytes that it multiplies.
+struct Ahead {
+    const char* at;
+    int32_t step;
+};
+
 struct Product {
     Activations x;
     Weight weight;
@@ -13,7 +19,6 @@ struct Product {
     int32_t n, k;
 };
 
-constexpr int PREFETCH_BYTES = 8192;  // how far the weights are fetched ahead
 
 inline void keep_best(Best& best, f32 x, int column, int count) {
     if (count <= 0) return;
@@ -47,24 +52,24 @@ inline __attribute__((always_inline)) void write(const Product& p, int64_t row, 
 
 // Calls the kernel's tile for `rows` rows, 1 to TILE_ROWS.
 template <typename Kernel, int R = Kernel::TILE_ROWS>
-void call_tile(const Product& p, int row, int rows, int panel) {
+void call_tile(const Product& p, int row, int rows, int panel, Ahead ahead) {
     if constexpr (R > 0) {
-        if (rows == R) return Kernel::template tile<R>(p, row, panel);
-        call_tile<Kernel, R - 1>(p, row, rows, panel);
+        if (rows == R) return Kernel::template tile<R>(p, row, panel, ahead);
+        call_tile<Kernel, R - 1>(p, row, rows, panel, ahead);
     }
 }
 
-// Weights of the next panel are on their way while this one is multiplied.
-inline void fetch_ahead(const void* weights) {
-    prefetch(static_cast<const char*>(weights) + PREFETCH_BYTES);
-    prefetch(static_cast<const char*>(weights) + PREFETCH_BYTES + 64);
+inline void fetch(Ahead& ahead) {
+    prefetch(ahead.at);
+    prefetch(ahead.at + 64);
+    ahead.at += ahead.step;
 }
 
 struct Bf16Kernel {
     static constexpr int TILE_ROWS = BF16_TILE_ROWS;
 
     template <int R>
-    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k;
         const bf16* x = p.x.values + row * k;
         const bf16* w = static_cast<const bf16*>(p.weight.data) + panel * k * COLUMNS;
@@ -72,7 +77,7 @@ struct Bf16Kernel {
         UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
         for (int i = 0; i < k; i += 2, w += 2 * COLUMNS) {
             const pairs low = load_pairs(w), high = load_pairs(w + COLUMNS);
-            fetch_ahead(w);
+            fetch(ahead);
             UNROLL for (int r = 0; r < R; r++) {
                 const pairs pair = set_pair(word_at(x + r * k + i));
                 sum[r][0] = dot(sum[r][0], low, pair);
@@ -87,7 +92,7 @@ struct Int8Kernel {
     static constexpr int TILE_ROWS = INT8_TILE_ROWS;
 
     template <int R>
-    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k, groups = k / INT8_GROUP;
         const int8_t* x = p.x.bytes + row * k;
         const float* x_scales = p.x.scales + row * groups;
@@ -100,7 +105,7 @@ struct Int8Kernel {
             UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(x_sums[r * groups + g]);
             for (int i = 0; i < INT8_GROUP; i += 4, w += 4 * COLUMNS) {
                 const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
-                fetch_ahead(w);
+                fetch(ahead);
                 UNROLL for (int r = 0; r < R; r++) {
                     const quads quad = set_quad(word_at(x + r * k + i));
                     part[r][0] = dot_bytes(part[r][0], low, quad);
@@ -124,7 +129,7 @@ struct Int4Kernel {
     static constexpr int TILE_ROWS = INT4_TILE_ROWS;
 
     template <int R>
-    static __attribute__((noinline)) void tile(const Product& p, int row, int panel) {
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k, groups = k / INT4_GROUP;
         const int8_t* x = p.x.bytes + row * k;
         const float* x_scales = p.x.scales + row * groups;
@@ -138,7 +143,7 @@ struct Int4Kernel {
             UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(0);
             UNROLL for (int i = 0; i < INT4_GROUP; i += 8, w += 4 * COLUMNS) {
                 const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
-                fetch_ahead(w);
+                fetch(ahead);
                 UNROLL for (int r = 0; r < R; r++) {
                     const quads first = set_quad(word_at(x + r * k + i)), second = set_quad(word_at(x + r * k + i + 4));
                     part[r][0] = dot_nibbles(part[r][0], low_nibbles(low), first);
