@@ -119,6 +119,18 @@ def test_the_fair_queue_is_killed(victim: Any) -> None:
     victim.wait_until(lambda: victim.is_idle() and victim.slots("alpha") == 0, 5)
 
 
+def test_e08_the_embedded_redis_is_killed(victim: Any) -> None:
+    """It comes back by itself on the same data: budgets and keys are those of before, and the log says so."""
+    with victim.openai() as client:
+        request = {"model": "default", "messages": MESSAGES, "max_tokens": 1}
+        client.chat.completions.create(**request)
+        [redis] = [process for process in victim.remember() if process.name() == "redis-server"]
+        redis.kill()
+        victim.wait_until(lambda: "the embedded Redis ended (signal 9); started again" in victim.log(), 10)
+        victim.wait_until(lambda: victim.health() == 200, 20)
+        client.with_options(max_retries=3).chat.completions.create(**request)
+
+
 def test_sigterm_lets_streams_end(victim: Any) -> None:
     """Readiness goes first, nothing new gets in, what runs is answered whole. This server's last test."""
     tokens = 1200
@@ -178,15 +190,3 @@ def test_a_second_signal_cuts_off(start_server: Any) -> None:
         server.wait_until(lambda: not server.survivors(), 3)
         wrong = server.stop(send=False)
         assert [line for line in wrong if "exit code 130" not in line] == []
-
-
-def test_e08_the_embedded_redis_is_killed(victim: Any) -> None:
-    """It comes back by itself on the same data: budgets and keys are those of before, and the log says so."""
-    with victim.openai() as client:
-        request = {"model": "default", "messages": MESSAGES, "max_tokens": 1}
-        client.chat.completions.create(**request)
-        [redis] = [process for process in victim.remember() if process.name() == "redis-server"]
-        redis.kill()
-        victim.wait_until(lambda: "the embedded Redis ended (signal 9); started again" in victim.log(), 10)
-        victim.wait_until(lambda: victim.health() == 200, 20)
-        client.with_options(max_retries=3).chat.completions.create(**request)
