@@ -39,10 +39,14 @@ _FORGET_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Unattainable:
-    """No promise, and why. A deadline `missing_seconds` later could be promised; None: none could be."""
+    """No promise, and why. A deadline `missing_seconds` later could be promised; None: none could be now.
+
+    After `retry_seconds` the same deadline may be attainable.
+    """
 
     why: str
     missing_seconds: float | None = None
+    retry_seconds: float | None = None
 
 
 def has_deadline(ticket: Ticket) -> bool:
@@ -201,6 +205,9 @@ class Admission:
                 expected_seconds=max(waits, start.gap) + start.prefill,
                 upper_seconds=seconds,
             )
+        if broken is not None and not self._time.is_active(tenant.number, now):
+            # Whatever its deadline, one more tenant makes the shares of the others smaller.
+            return Unattainable("earlier promises would break", None, broken - now)
         # The first place in the tenant's queue where a later deadline is met that keeps it at this very place.
         ranks = np.array([0.0, *(entry.rank - now for entry in queue)])
         later = np.maximum(ranks, due - now if broken is None else max(due, broken) - now)
@@ -212,7 +219,8 @@ class Admission:
         reachable = np.maximum(upper, later)
         keeps_place = reachable < np.append(ranks[1:], np.inf)
         why = "its turn would come too late" if now + seconds > due else "earlier promises would break"
-        return Unattainable(why, max(0.0, now + float(reachable[keeps_place].min()) - due))
+        missing = max(0.0, now + float(reachable[keeps_place].min()) - due)
+        return Unattainable(why, missing, missing)
 
     def _breaks(
         self,

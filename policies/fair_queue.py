@@ -379,7 +379,8 @@ def _unattainable(ticket: Ticket, verdict: Unattainable) -> Refusal:
     asked = ticket.remaining_deadline_ms if ticket.remaining_ttft_ms is None else ticket.remaining_ttft_ms
     earliest = retry = None
     if verdict.missing_seconds is not None and asked is not None:
-        retry = verdict.missing_seconds * 1e3
-        earliest = ticket.age_ms + asked + retry
+        earliest = ticket.age_ms + asked + verdict.missing_seconds * 1e3
+    if verdict.retry_seconds is not None:
+        retry = verdict.retry_seconds * 1e3
     message = f"the deadline cannot be promised: {verdict.why}"
     return Refusal(ticket.request, ticket.attempt, "deadline_unattainable", message, retry, earliest)

@@ -258,7 +258,11 @@ def test_earliest_deadlines_are_true_and_promises_survive_newcomers(
         if answer is None:
             assert all(after[request] for request, was in before.items() if was)
         else:
-            assert answer.earliest_deadline_ms is not None and answer.earliest_deadline_ms >= deadline
+            if answer.earliest_deadline_ms is None:
+                assert "earlier promises" in answer.message and answer.retry_after_ms is not None
+                assert not admission._time.is_active(queue._accounts.tenant(f"t{tenant}").number, now)
+                continue
+            assert answer.earliest_deadline_ms >= deadline
             asked = ticket(
                 f"r{number}",
                 f"t{tenant}",
