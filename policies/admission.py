@@ -22,7 +22,7 @@ from policies.queue_order import BATCH_SHARE
 from policies.service import ServicePrices
 from policies.tenant_account import TenantAccount
 from policies.tickets import Ticket
-from policies.virtual_time import Floats, Fluid, Mask, VirtualTime
+from policies.virtual_time import Floats, Fluid, Mask, VirtualTime, key_shift
 
 PROMISE_LEVEL = 0.97
 """Share of the promises that is aimed at. The error margin is corrected after each, so that 95 % hold in bad times."""
@@ -34,6 +34,7 @@ LONG_CONTEXT_MARGIN = 2.0
 _LEVELS = {"interactive": 0, "default": 1, "batch": 2}
 _RATES = (1.0, 1.0, BATCH_SHARE)
 _UNIT_SECONDS = 0.02  # errors count relative to the prediction plus this: what the way there and back takes
+_ROUNDING_SECONDS = 0.005  # whoever asks again rounds up, and must not lose the place by it
 _FORGET_SECONDS = 600.0
 
 
@@ -186,7 +187,7 @@ class Admission:
             ticket, speeds, others, share=share, ahead=turn * rate, reclaims=not long_context
         )
         seconds = float(self._upper(max(turn, start.gap) + start.prefill, level, margin))
-        broken = self._breaks(tenant, level, due, cost, key, rate / _RATES[level], others, now)
+        broken = self._breaks(tenant, ticket.weight, level, due, cost, key, rate / _RATES[level], others, now)
         if now + seconds <= due and broken is None:
             virtual_time = key + ahead / ticket.weight
             waits = (others.likely_until(virtual_time, rate) + ahead) / rate
@@ -217,7 +218,7 @@ class Admission:
         )
         upper = self._upper(np.maximum(turns, start.gap) + start.prefill, level, margin)
         reachable = np.maximum(upper, later)
-        keeps_place = reachable < np.append(ranks[1:], np.inf)
+        keeps_place = reachable + _ROUNDING_SECONDS < np.append(ranks[1:], np.inf)
         why = "its turn would come too late" if now + seconds > due else "earlier promises would break"
         missing = max(0.0, now + float(reachable[keeps_place].min()) - due)
         return Unattainable(why, missing, missing)
@@ -225,6 +226,7 @@ class Admission:
     def _breaks(
         self,
         tenant: TenantAccount,
+        weight: float,
         level: int,
         due: float,
         cost: float,
@@ -255,9 +257,10 @@ class Admission:
             before = self._service_before(rows, other_level, 0.0, now, fluid, own=not joins)
             if joins:
                 keys = self._time.keys(table.tenant[rows])
-                after = before + tenant.weight * np.maximum(table.start[rows] - np.maximum(keys, key), 0.0)
+                own_key = key + key_shift(other_level, interactive=level == 0)
+                after = before + weight * np.maximum(table.start[rows] - np.maximum(keys, own_key), 0.0)
             else:
-                later = cost / tenant.weight
+                later = cost / weight
                 after = self._service_before(rows, other_level, later, now, fluid, own=True)
             broken = self._kept(rows, other_level, before / rate, now) & ~self._kept(
                 rows, other_level, after / rate, now

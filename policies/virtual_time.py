@@ -136,16 +136,21 @@ class VirtualTime:
         over default ones, and interactive tickets have it over tenants without any."""
         keys: Floats = self._columns[_KEY].copy()
         leading = self._columns[_INTERACTIVE] >= now - ACTIVE_SECONDS
-        if level == 0:
-            keys[~leading] += INTERACTIVE_LEAD
-        elif level == 1:
-            keys[leading] -= INTERACTIVE_LEAD
+        keys[leading] += key_shift(level, interactive=True)
+        keys[~leading] += key_shift(level, interactive=False)
         return keys
 
     def _grow(self, tenant: int) -> None:
         size = self._columns.shape[1]
         if tenant >= size:
             self._columns = np.concatenate((self._columns, _empty(max(size, tenant + 1 - size))), axis=1)
+
+
+def key_shift(level: int, *, interactive: bool) -> float:
+    """By how much a tenant, with interactive tickets or without any, stands elsewhere for tickets of a class."""
+    if level == 0 and not interactive:
+        return INTERACTIVE_LEAD
+    return -INTERACTIVE_LEAD if level == 1 and interactive else 0.0
 
 
 def _empty(tenants: int) -> Floats:

@@ -278,6 +278,8 @@ def kept(queue: FairQueue, now: float) -> dict[str, bool]:
     """By request: whether its promise is feasible now, by the walk's own measure."""
     admission = queue._admission
     admission._update()
+    for account in queue._accounts.tenants.values():
+        admission._refresh_starts(account, 0, account.key)
     table = admission._table
     feasible: dict[str, bool] = {}
     rate = sum(
