@@ -15,6 +15,8 @@ from benchmarks.simulate.scenarios import SCENARIOS, constant, on_off
 from benchmarks.simulate.simulation import Run
 from policies.fair_queue import QueuePolicy
 
+pytestmark = pytest.mark.timeout(900)  # seconds of computing, and machines are shared
+
 POLICIES: tuple[QueuePolicy, ...] = ("fcfs", "vtc")
 
 
@@ -26,10 +28,10 @@ def arena(policy: QueuePolicy) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        constant("two tenants", (1.5, 3), 180),
-        constant("eight tenants", (0.4,) * 3 + (0.6,) * 5, 180),
-        constant("weights", (0.8, 0.8, 1.2, 1.6), 180, (1, 2, 3, 4)),
-        on_off("on and off", 2, 3, 180),
+        constant("two tenants", (1.5, 3), 120),
+        pytest.param(constant("eight tenants", (0.4,) * 3 + (0.6,) * 5, 180), marks=pytest.mark.slow),
+        pytest.param(constant("weights", (0.8, 0.8, 1.2, 1.6), 180, (1, 2, 3, 4)), marks=pytest.mark.slow),
+        pytest.param(on_off("on and off", 2, 3, 180), marks=pytest.mark.slow),
     ],
     ids=lambda chosen: chosen.name,
 )
@@ -42,7 +44,7 @@ def test_gap_stays_bounded_and_flat_under_vtc_and_grows_under_fcfs(chosen: Scena
     before, bound = _largest_before_last_third(runs["vtc"]), reports["vtc"]["service_gap_bound"]
     assert reports["vtc"]["service_gap_max"] - before <= 0.05 * bound
     assert reports["fcfs"]["service_gap_max"] >= 1.35 * _largest_before_last_third(runs["fcfs"])
-    # With weights 2.4 % are lost to places taken back: docs/simulator.md has the figures of the whole suites.
+    # With weights this run falls into step badly: docs/simulator.md, "Throughput".
     kept = 0.97 if chosen.name == "weights" else 0.98
     assert reports["vtc"]["output_tokens_per_s"] >= kept * reports["fcfs"]["output_tokens_per_s"]
 
