@@ -25,6 +25,21 @@ def arena(policy: QueuePolicy) -> dict[str, Any]:
     return results(policy, simulate(SCENARIOS["vtc_arena"](0), policy, COST_MODELS["a10g-7b"]()))
 
 
+def test_a10g_under_fcfs_reproduces_what_was_measured() -> None:
+    measured = arena("fcfs")  # on the A10G: 54.6 s and 777 tokens/s (artifact of Sheng et al., OSDI'24)
+    assert measured["completed"] == 1500
+    assert measured["median_tenant_ttft_s"] == pytest.approx(54.6, rel=0.25)
+    assert measured["total_tokens_per_s"] == pytest.approx(777, rel=0.10)
+
+
+def test_vtc_on_the_arena_trace_is_fair_at_the_same_throughput() -> None:
+    fcfs, vtc = arena("fcfs"), arena("vtc")
+    assert vtc["completed"] == 1500
+    assert vtc["median_tenant_ttft_s"] <= fcfs["median_tenant_ttft_s"] / 15
+    assert vtc["total_tokens_per_s"] >= 0.99 * fcfs["total_tokens_per_s"]
+    assert vtc["service_gap_max"] <= vtc["service_gap_bound"]
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
