@@ -72,7 +72,7 @@ def test_stream_and_whole_say_the_same(real: Any) -> None:
 @pytest.mark.parametrize("wanted", [True, False, None])
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
 def test_usage_in_a_stream(real: Any, endpoint: str, wanted: bool | None) -> None:
-    body = {"model": real.model, "max_tokens": 4, "stream": True}
+    body = {"model": real.model, "max_tokens": 4, "ignore_eos": True, "stream": True}
     body |= {"messages": QUESTION} if endpoint.startswith("chat") else {"prompt": "One, two,"}
     body |= {} if wanted is None else {"stream_options": {"include_usage": wanted}}
     with real.http() as client:

@@ -62,14 +62,14 @@ def test_the_budget_is_the_largest_that_fits(
         assert upper(budget + 1) > slack - 1e-9
 
 
-@given(estimates, st.floats(0.001, 1), st.floats(0, 4000), st.integers(1, 256))
+@given(estimates, st.floats(0.001, 1), st.integers(0, 4000), st.integers(1, 256))
 def test_the_batch_is_the_largest_that_keeps_the_target(
-    estimate: StepEstimate, target: float, context: float, most: int
+    estimate: StepEstimate, target: float, context: int, most: int
 ) -> None:
     limit = decode_batch_limit(estimate, target=target, mean_context=context, limit=most)
 
     def upper(rows: int) -> float:
-        return estimate.upper_seconds(StepFeatures(PREFILL_FLOOR_TOKENS, rows, int(rows * context)))
+        return estimate.upper_seconds(StepFeatures(PREFILL_FLOOR_TOKENS, rows, rows * context))
 
     assert 1 <= limit <= most
     if limit > 1:
