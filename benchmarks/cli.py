@@ -43,7 +43,7 @@ def engine(
     """Run a workload on the engine without HTTP: greedy, end tokens ignored, warmed up on other prompts."""
     from benchmarks.workload import BenchmarkError
     from engine_actor.loading.source import LoadError
-    from serve_app.settings import ConfigError
+    from serve_app.config_errors import ConfigError
 
     overrides = {"dtype": dtype, "quantization": quantization, "threads": threads, "engine": engine}
     limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
@@ -74,7 +74,7 @@ def quality(
     from benchmarks.figures import table
     from benchmarks.workload import BenchmarkError
     from engine_actor.loading.source import LoadError
-    from serve_app.settings import ConfigError
+    from serve_app.config_errors import ConfigError
 
     overrides = {"dtype": dtype, "quantization": quantization, "threads": threads, "engine": engine}
     try:
@@ -119,7 +119,8 @@ def neighbour(
     """One tenant floods the server, another asks for little: how long does it wait, and what does that cost?"""
     from benchmarks.neighbour import Load, run
     from benchmarks.workload import BenchmarkError
-    from serve_app.settings import ConfigError, load_config
+    from serve_app.config_errors import ConfigError
+    from serve_app.config_file import load_config
 
     try:
         load_config(config)
@@ -245,8 +246,9 @@ def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict
     """The config file's first model, or the default one, under the overrides. Raises ConfigError."""
     from pydantic import ValidationError
 
-    from serve_app.config_errors import describe
-    from serve_app.settings import ConfigError, ModelSettings, load_config
+    from serve_app.config_errors import ConfigError, describe
+    from serve_app.config_file import load_config
+    from serve_app.settings import ModelSettings
 
     base: dict[str, Any] = {"id": "default", "source": DEFAULT_SOURCE}
     if config is not None:

@@ -19,10 +19,11 @@ from serve_app.api import errors
 from serve_app.api.errors import ApiError, invalid_request
 from serve_app.config_errors import describe
 from tenancy.directory import TenantDirectory
-from tenancy.directory_store import Change, ConflictError, DirectoryStore
+from tenancy.directory_store import Change, ConflictError, DirectoryStore, Unchanged
 from tenancy.keys import new_key
 from tenancy.models import KeyRecord, Limits, Price, Tenant, unpriced_model
 from tenancy.quota import QuotaUnavailable
+from tenancy.tiers import with_tier
 
 MAX_BODY_BYTES = 256 * 1024
 MAX_OVERLAP_S = 90 * 86_400
@@ -112,34 +113,44 @@ class Admin:
     # Tenants ------------------------------------------------------------------------------------------------
 
     async def _list_tenants(self, request: Request, who: str) -> Response:
-        found = self._directory.tenants()
-        return JSONResponse({"data": [_tenant(tenant, source) for tenant, source in found.values()]})
+        return JSONResponse({"data": [self._shown(id) for id in self._directory.tenants()]})
 
     async def _show_tenant(self, request: Request, who: str) -> Response:
-        tenant = self._existing(request.path_params["id"])
-        return JSONResponse(_tenant(tenant, self._directory.tenants()[tenant.id][1]))
+        return JSONResponse(self._shown(self._existing(request.path_params["id"]).id))
 
     async def _create_tenant(self, request: Request, who: str) -> Response:
         tenant = self._valid(await _json(request))
+        if tenant.demo:
+            raise invalid_request("demo cannot be set here.", "demo")
         if self._directory.get(tenant.id) is not None:
             raise ApiError("conflict", f"The tenant {tenant.id!r} exists already.")
         await self._apply(who, self._tenant_change("create", None, tenant))
-        return JSONResponse(_tenant(tenant, "managed"), 201)
+        return JSONResponse(self._shown(tenant.id), 201)
 
     async def _change_tenant(self, request: Request, who: str) -> Response:
-        """Replaces the fields that are given, each as a whole."""
-        old = self._existing(request.path_params["id"])
+        """Replaces the fields that are given, each as a whole; null takes one away."""
         changes = await _json(request)
+        old = self._stated(request)
         if changes.get("id", old.id) != old.id:
             raise invalid_request("A tenant's id cannot be changed.", "id")
-        tenant = self._valid({**json.loads(old.model_dump_json(exclude={"api_keys"})), **changes})
+        stated = json.loads(old.model_dump_json(exclude={"api_keys"}, exclude_unset=True))
+        tenant = self._valid(
+            {name: value for name, value in {**stated, **changes}.items() if value is not None}
+        )
+        if tenant.demo != old.demo:
+            raise invalid_request("demo cannot be set here.", "demo")
         await self._apply(who, self._tenant_change("change", old, tenant))
-        return JSONResponse(_tenant(tenant, "managed"))
+        return JSONResponse(self._shown(tenant.id))
 
     async def _delete_tenant(self, request: Request, who: str) -> Response:
-        """Its keys are refused from now on; what it has used stays in the ledger."""
-        old = self._existing(request.path_params["id"])
-        await self._apply(who, self._tenant_change("delete", old, Tenant(id=old.id, deleted=True)))
+        """Its keys are revoked, also for a later tenant with its id; what it has used stays in the ledger."""
+        old = self._stated(request)
+        keys = [key for key in self._directory.keys(old.id) if not key.revoked]
+        await self._apply(
+            who,
+            *(self._key_change("revoke", key, key.model_copy(update={"revoked": True})) for key in keys),
+            self._tenant_change("delete", old, Tenant(id=old.id, deleted=True)),
+        )
         return JSONResponse({"id": old.id, "deleted": True})
 
     def _existing(self, id: str) -> Tenant:
@@ -148,16 +159,34 @@ class Admin:
             raise ApiError("not_found", f"There is no tenant {errors.quote(id)}.")
         return tenant
 
+    def _stated(self, request: Request) -> Tenant:
+        """The existing tenant without what it has from its tier."""
+        id = self._existing(request.path_params["id"]).id
+        stated = self._directory.as_stated(id)
+        assert stated is not None
+        return stated
+
+    def _shown(self, id: str) -> dict[str, Any]:
+        """The tenant as it is treated, where it comes from, and why its keys are refused if its tier is gone."""
+        tenant, source = self._directory.tenants()[id]
+        shown = tenant.model_dump(mode="json", exclude={"api_keys", "deleted"}, exclude_none=True)
+        reason = self._directory.unusable(id)
+        return {**shown, "source": source, **({"unusable": reason} if reason else {})}
+
     def _valid(self, data: dict[str, Any]) -> Tenant:
         try:
             tenant = Tenant.model_validate_json(json.dumps(data))
         except ValidationError as error:
             raise invalid_request(f"{describe(error, Tenant, data)}.") from None
-        if tenant.api_keys or tenant.deleted or tenant.demo:
-            raise invalid_request("api_keys, deleted and demo cannot be set here; create keys instead.")
-        for model in tenant.model_limits:
+        if tenant.api_keys or tenant.deleted:
+            raise invalid_request("api_keys and deleted cannot be set here; create keys instead.")
+        try:
+            treated = with_tier(tenant, self._directory.tiers)
+        except ValueError as error:
+            raise invalid_request(f"{error}.", "tier") from None
+        for model in treated.model_limits:
             self._require_model(model, "model_limits")
-        self._require_prices(tenant)
+        self._require_prices(treated)
         return tenant
 
     def _tenant_change(self, action: str, old: Tenant | None, new: Tenant) -> Change:
@@ -174,18 +203,20 @@ class Admin:
 
     async def _create_key(self, request: Request, who: str) -> Response:
         """The answer is the only place that ever shows the key."""
+        data = await _json(request)
         tenant = self._existing(request.path_params["id"])
-        fields = self._key_fields(await _json(request), tenant)
+        fields = self._key_fields(data, tenant)
         record, key = self._new_key(
             KeyRecord(id="0" * 12, tenant=tenant.id, digest="0" * 64, created_at=0), **fields
         )
-        await self._apply(who, Change("create", None, record))
+        await self._apply(who, self._while_tenant_stays(tenant.id), Change("create", None, record))
         return JSONResponse({**_key(record), "key": key}, 201)
 
     async def _change_key(self, request: Request, who: str) -> Response:
+        data = await _json(request)
         old = self._existing_key(request)
         tenant = self._existing(old.tenant)
-        new = old.model_copy(update=self._key_fields(await _json(request), tenant))
+        new = old.model_copy(update=self._key_fields(data, tenant))
         await self._apply(who, self._key_change("change", old, new))
         return JSONResponse(_key(new))
 
@@ -198,15 +229,21 @@ class Admin:
 
     async def _rotate_key(self, request: Request, who: str) -> Response:
         """A new key with the same scopes; the old one ends after the overlap."""
-        old = self._existing_key(request)
         overlap = _parsed(RotateRequest, await _json(request)).overlap_s
+        old = self._existing_key(request)
+        tenant = self._existing(old.tenant)
         now = int(time.time())
         if old.revoked or (old.expires_at is not None and old.expires_at <= now):
             raise invalid_request("This key is not valid any more: create a new one.")
         ends = now + overlap if old.expires_at is None else min(old.expires_at, now + overlap)
         record, key = self._new_key(old)
         ended = old.model_copy(update={"expires_at": ends})
-        await self._apply(who, Change("rotate", None, record), self._key_change("rotate", old, ended))
+        await self._apply(
+            who,
+            self._while_tenant_stays(tenant.id),
+            Change("rotate", None, record),
+            self._key_change("rotate", old, ended),
+        )
         return JSONResponse({**_key(record), "key": key, "replaces": _key(ended)}, 201)
 
     def _new_key(self, template: KeyRecord, **fields: Any) -> tuple[KeyRecord, str]:
@@ -253,6 +290,10 @@ class Admin:
         if (model := unpriced_model(tenant, self._models, self.prices)) is not None:
             raise invalid_request(f"A budget in cost needs a price for {model!r} in the config.", "limits")
 
+    def _while_tenant_stays(self, id: str) -> Unchanged:
+        """A key of a tenant that somebody deletes at this moment would wake up with a later tenant of its id."""
+        return Unchanged(id, self._directory.managed_tenant(id))
+
     def _key_change(self, action: str, old: KeyRecord, new: KeyRecord) -> Change:
         return Change(action, self._directory.managed_key(new.id), new, was=old)
 
@@ -268,8 +309,9 @@ class Admin:
         entries = await self._required_store().audit(before, int(limit))
         return JSONResponse({"data": [asdict(entry) for entry in entries]})
 
-    async def _apply(self, who: str, *changes: Change) -> None:
-        await self._required_store().apply(who, changes)
+    async def _apply(self, who: str, *steps: Change | Unchanged) -> None:
+        await self._required_store().apply(who, steps)
+        changes = [step for step in steps if isinstance(step, Change)]
         # Here at once, so that whoever made the change can use it; elsewhere it arrives on its way.
         self._directory.merge_managed(
             {c.after.id: c.after for c in changes if isinstance(c.after, Tenant)},
@@ -280,11 +322,6 @@ class Admin:
         if self.store is None or not self._directory.complete:
             raise ApiError("quota_store_unavailable", "Redis does not answer. Try again shortly.")
         return self.store
-
-
-def _tenant(tenant: Tenant, source: str) -> dict[str, Any]:
-    shown = tenant.model_dump(mode="json", exclude={"api_keys", "deleted"}, exclude_none=True)
-    return {**shown, "source": source}
 
 
 def _key(key: KeyRecord) -> dict[str, Any]:

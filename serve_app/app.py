@@ -17,18 +17,12 @@ from redis.asyncio import Redis
 
 from engine_actor.build import STUB_MODEL_LEN
 from serve_app.engine import engine_deployment, engine_recipes
+from serve_app.exposure import is_loopback, refuse_demo_keys
 from serve_app.fair_queue import FairQueueSpec, fair_queue_deployment, fair_queue_recipe
 from serve_app.gateway import GatewayApp
 from serve_app.pool import ModelPool
 from serve_app.redis_owner import redis_deployment
-from serve_app.settings import (
-    AppSettings,
-    ModelSettings,
-    is_loopback,
-    parse_args,
-    parse_user_config,
-    refuse_demo_keys,
-)
+from serve_app.settings import AppSettings, ModelSettings, parse_args, parse_user_config
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.metrics import GatewayMetrics
@@ -115,7 +109,7 @@ class Gateway:
         self._prices = settings.prices
         if self._gateway.quota is not None:
             self._gateway.quota.prices = self._prices
-        self._gateway.directory.update(tenants)
+        self._gateway.directory.update(tenants, settings.tiers)
         self._gateway.slo = settings.slo
         for pool in self._gateway.pools:
             pool.protection_lines = settings.slo.lines()

@@ -79,9 +79,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a config on this machine, in a Ray cluster of its own, until Ctrl-C."""
+    from serve_app.config_errors import ConfigError
     from serve_app.launch import LaunchError, Overrides
     from serve_app.launch import serve as serve_config
-    from serve_app.settings import ConfigError
 
     try:
         serve_config(config, Overrides(host, port, engine, policy), typer.echo)
@@ -92,7 +92,8 @@ def serve(
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="The config file.")]) -> None:
     """Check a config file without starting anything."""
-    from serve_app.settings import ConfigError, load_config, require_sources
+    from serve_app.config_errors import ConfigError
+    from serve_app.config_file import load_config, require_sources
 
     try:
         require_sources(load_config(file))

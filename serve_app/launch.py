@@ -22,16 +22,12 @@ from typing import Any, NoReturn
 
 import psutil
 
+from serve_app.config_errors import ConfigError
+from serve_app.config_file import ServeConfig, load_config, require_sources
+from serve_app.exposure import demo_key
 from serve_app.haproxy import install_haproxy
 from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
-from serve_app.settings import (
-    REDIS_URL_VARIABLE,
-    ConfigError,
-    ServeConfig,
-    demo_key,
-    load_config,
-    require_sources,
-)
+from serve_app.settings import REDIS_URL_VARIABLE
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # prompts and tokens travel in messages: nothing large is stored
 _POLL_SECONDS = 0.1

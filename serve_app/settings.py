@@ -1,21 +1,16 @@
-"""The config file: Ray Serve's schema, with our settings under `args` and the Gateway's `user_config`.
+"""Our settings in a config: `args`, and the Gateway's `user_config`.
 
 `args` is what needs a restart, since Serve hashes it into the code version of every deployment; `user_config`
-is what reloads without one. Unknown keys are refused at every level, also where Ray itself would drop them.
+is what reloads without one. Unknown keys are refused at every level.
 """
 
 from __future__ import annotations
 
-import copy
-import ipaddress
 import os
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -28,19 +23,16 @@ from pydantic import (
 
 from policies.fair_queue import QueuePolicy
 from policies.guardrails import ProtectionLines
-from serve_app.config_errors import ConfigError as ConfigError
-from serve_app.config_errors import Loc, describe, describe_unknown, format_path, unknown_keys
-from tenancy.models import Price, Tenant, check_unambiguous, unpriced_model
+from serve_app.config_errors import ConfigError, Loc, describe
+from tenancy.models import Price, Tenant, TenantId, Tier, check_unambiguous
 from tenancy.redis import SCHEMES, check_url
+from tenancy.tiers import with_tier
 
-APP_IMPORT_PATH = "serve_app.app:build"
-GATEWAY_DEPLOYMENT = "Gateway"
 REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
 """Stands in for a `redis_url` that is null: Ray writes `args`, passwords included, into its log."""
 
 EngineKind = Literal["auto", "native", "torch", "stub"]
 
-_DEMO_KEY = re.compile(r"eh_\w+_demo")
 _Count = Annotated[int, Field(ge=1)]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
 
@@ -238,13 +230,15 @@ class SloSettings(_Settings):
 
 
 class UserConfig(_Settings):
-    """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set.
+    """`deployments[Gateway].user_config`: what reloads without a restart. Tenants are the bootstrap set, `tiers` what
+    they and those made at run time may inherit.
 
     `prices` are per million tokens, by model id. `admin` None turns the admin API off. `metrics_key` opens
     /metrics; None opens it to nobody. It is here and not in `args`, which Ray writes to its logs.
     """
 
     tenants: list[Tenant] = []
+    tiers: dict[TenantId, Tier] = {}
     prices: dict[str, Price] = {}
     slo: SloSettings = SloSettings()
     admin: AdminSettings | None = None
@@ -261,156 +255,14 @@ class UserConfig(_Settings):
                 )
         return tenants
 
+    @model_validator(mode="after")
+    def _fit_their_tiers(self) -> UserConfig:
+        self.treated_tenants()
+        return self
 
-@dataclass(frozen=True)
-class ServeConfig:
-    """A checked config file. `document` is the whole of it as plain data, in Ray Serve's schema."""
-
-    name: str
-    document: dict[str, Any]
-    application: int
-    settings: AppSettings
-    user_config: UserConfig
-    host: str
-    port: int
-
-    def override(
-        self,
-        *,
-        host: str | None = None,
-        port: int | None = None,
-        engine: str | None = None,
-        policy: str | None = None,
-        data_dir: str | None = None,
-    ) -> ServeConfig:
-        """The config with some values replaced, checked again as a whole.
-
-        `engine` and `policy` go to every model. Raises ConfigError.
-        """
-        document = copy.deepcopy(self.document)
-        http = document.setdefault("http_options", {})
-        http.update({key: value for key, value in (("host", host), ("port", port)) if value is not None})
-        app_args = document["applications"][self.application]["args"]
-        if data_dir is not None:
-            app_args["data_dir"] = data_dir
-        for model in app_args["models"]:
-            if engine is not None:
-                model["engine"] = engine
-            if policy is not None:
-                model["scheduler"] = {**model.get("scheduler", {}), "policy": policy}
-        return check_document(document, self.name)
-
-    @property
-    def application_name(self) -> str:
-        """What Serve calls our application."""
-        return str(self.document["applications"][self.application].get("name", "default"))
-
-    @property
-    def route_prefix(self) -> str:
-        """What every path of the API begins with; empty for the usual `/`."""
-        return str(self.document["applications"][self.application].get("route_prefix") or "/").rstrip("/")
-
-
-def load_config(path: str | Path) -> ServeConfig:
-    """Read and check a whole config file. Raises ConfigError with one line for the first mistake."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    try:
-        document = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return check_document(document, str(path))
-
-
-def check_document(document: Any, name: str) -> ServeConfig:
-    """Check a config already read. `name` is what errors call it. Raises ConfigError."""
-    from ray.serve.schema import ServeDeploySchema  # seconds to import: `--help` must not pay for it
-
-    if not isinstance(document, dict):
-        keys = ", ".join(ServeDeploySchema.model_fields)
-        raise ConfigError(f"{name}: the file must hold a mapping; allowed keys: {keys}")
-    for loc, allowed in unknown_keys(document, ServeDeploySchema):
-        raise ConfigError(f"{name}: {format_path(loc)}: {describe_unknown(loc[-1], allowed)}")
-    try:
-        schema = ServeDeploySchema.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {describe(error, ServeDeploySchema, document)}") from None
-
-    ours = [i for i, app in enumerate(schema.applications) if app.import_path == APP_IMPORT_PATH]
-    if len(ours) != 1:
-        raise ConfigError(
-            f"{name}: applications: {len(ours)} with import_path {APP_IMPORT_PATH}; allowed: exactly one"
-        )
-    place: Loc = ("applications", ours[0])
-    application = document["applications"][ours[0]]
-    settings = parse_args(application.get("args", {}), (*place, "args"), name)
-    user_config = UserConfig()
-    for index, deployment in enumerate(application.get("deployments", [])):
-        raw = deployment.get("user_config")
-        where = (*place, "deployments", index, "user_config")
-        if raw is None:
-            continue
-        if deployment["name"] != GATEWAY_DEPLOYMENT:
-            raise ConfigError(f"{name}: {format_path(where)}: only {GATEWAY_DEPLOYMENT} takes a user_config")
-        user_config = parse_user_config(raw, where, name)
-
-    try:
-        check_models(user_config, [model.id for model in settings.models])
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-    host, port = schema.http_options.host, schema.http_options.port
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"{name}: http_options.port: {port} is not allowed; allowed: 1 to 65535")
-    keep_alive = schema.http_options.keep_alive_timeout_s
-    if keep_alive <= 0:
-        raise ConfigError(
-            f"{name}: http_options.keep_alive_timeout_s: {keep_alive} is not allowed; allowed: more than 0"
-        )
-    try:
-        refuse_demo_keys(user_config.tenants, host)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    return ServeConfig(name, document, ours[0], settings, user_config, host, port)
-
-
-def check_models(user_config: UserConfig, models: list[str]) -> None:
-    """Raise ValueError where prices or limits are for a model that is not served, or a price is missing."""
-    places = {"prices": list(user_config.prices)}
-    for tenant in user_config.tenants:
-        places[f"model_limits of tenant {tenant.id!r}"] = list(tenant.model_limits)
-    for what, named in places.items():
-        for model in named:
-            if model not in models:
-                raise ValueError(f"{what}: {model!r} is not a model id; allowed: {', '.join(models)}")
-    for tenant in user_config.tenants:
-        if (unpriced := unpriced_model(tenant, models, user_config.prices)) is not None:
-            raise ValueError(
-                f"tenant {tenant.id!r} has a budget in cost, and prices has no {unpriced!r}; give it a price"
-            )
-
-
-def require_sources(config: ServeConfig) -> None:
-    """Raise ConfigError for a model that is not on this machine, though its source says so. Loads nothing."""
-    from engine_actor.loading.source import LoadError, resolve_source
-
-    for index, model in enumerate(config.settings.models):
-        source = model.source
-        if model.engine == "stub" or not source.startswith(("package:", "/", "./", "../", "~")):
-            continue  # a hub id, or a path that a hub id may look like: the engine finds out
-        try:
-            resolve_source(source, model.revision)
-        except LoadError as error:
-            raise ConfigError(f"{config.name}: models[{index}].source: {error}") from None
+    def treated_tenants(self) -> list[Tenant]:
+        """The tenants with what they have from their tiers."""
+        return [with_tier(tenant, self.tiers) for tenant in self.tenants]
 
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -435,45 +287,3 @@ def _parse(model: type[_M], data: Any, where: Loc, name: str) -> _M:
         return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{name}: {describe(error, model, data, where)}") from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def demo_key(tenants: Iterable[Tenant]) -> str | None:
-    """The first key that everybody knows, if there is one: a demo tenant's, or one that looks like it."""
-    for tenant in tenants:
-        for key in (secret.get_secret_value() for secret in tenant.api_keys):
-            if tenant.demo or _DEMO_KEY.fullmatch(key):
-                return key
-    return None
-
-
-def refuse_demo_keys(tenants: Iterable[Tenant], host: str) -> None:
-    """Raise ConfigError if there is a demo key and other machines can reach `host`."""
-    if not is_loopback(host) and demo_key(tenants) is not None:
-        raise ConfigError(
-            f"http_options.host: {host!r} is not allowed while a tenant has a demo key; "
-            "allowed: 127.0.0.1, ::1, localhost"
-        )
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys in silence; a config file must not."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.composer.ComposerError(
-                    None, None, f"key {key.value!r} is given twice", key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return node

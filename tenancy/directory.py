@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from tenancy.keys import KeyHasher
-from tenancy.models import KeyRecord, Limits, Tenant, check_unambiguous
+from tenancy.models import KeyRecord, Limits, Tenant, Tier, check_unambiguous
+from tenancy.tiers import with_tier
+
+logger = logging.getLogger(__name__)
 
 Source = Literal["config", "managed"]
 
@@ -32,18 +36,26 @@ class Identity:
 class _Snapshot:
     by_id: dict[str, Tenant]
     by_digest: dict[bytes, Identity]
+    unusable: dict[str, str]
 
 
 class TenantDirectory:
     """Tenants by key and by id. Identity comes from the key alone.
 
-    The config's tenants and keys are the base; a managed one stands in for a base one with the same id. The
-    id of a config key is its fingerprint. `secret` is the server secret that all gateways of a system share.
-    Raises ValueError for tenants that share an id or a key.
+    The config's tenants and keys are the base; a managed one stands in for a base one with the same id. What is
+    handed out has the values of its tier. The id of a config key is its fingerprint. `secret` is the server secret
+    that all gateways of a system share. Raises ValueError for tenants that share an id or a key.
+
+    A tenant that does not fit the tiers of the config any more is `unusable`: its keys are refused, for its limits are
+    not known.
     """
 
     def __init__(
-        self, tenants: Iterable[Tenant], secret: bytes, clock: Callable[[], float] = time.time
+        self,
+        tenants: Iterable[Tenant],
+        secret: bytes,
+        clock: Callable[[], float] = time.time,
+        tiers: Mapping[str, Tier] | None = None,
     ) -> None:
         self._hasher = KeyHasher(secret)
         self._clock = clock
@@ -53,7 +65,9 @@ class TenantDirectory:
         self._managed_keys: dict[str, KeyRecord] = {}
         self.complete = True
         """False until managed tenants are known: a key may have been revoked."""
-        self.update(tenants)
+        self.tiers: Mapping[str, Tier] = {}
+        self._snapshot = _Snapshot({}, {}, {})
+        self.update(tenants, tiers)
 
     def __repr__(self) -> str:
         return f"TenantDirectory({len(self._snapshot.by_id)} tenants)"
@@ -77,6 +91,14 @@ class TenantDirectory:
             for id, tenant in sorted(self._snapshot.by_id.items())
         }
 
+    def as_stated(self, tenant_id: str) -> Tenant | None:
+        """A tenant without what it has from its tier: as the config or the admin API stated it."""
+        return self._managed.get(tenant_id) or self._base.get(tenant_id)
+
+    def unusable(self, tenant_id: str) -> str | None:
+        """Why all keys of a tenant are refused, if they are for this reason: it does not fit the tiers."""
+        return self._snapshot.unusable.get(tenant_id)
+
     def keys(self, tenant_id: str | None = None) -> list[KeyRecord]:
         """The keys of one tenant, or of all, revoked and expired ones included."""
         found = {**self._base_keys, **self._managed_keys}.values()
@@ -98,11 +120,12 @@ class TenantDirectory:
         """All that is managed at run time, as it is stored: tenants and keys by id."""
         return dict(self._managed), dict(self._managed_keys)
 
-    def update(self, tenants: Iterable[Tenant]) -> None:
-        """Replace all tenants of the config at once: a key that is gone is refused from the next call on. On
-        ValueError the old tenants stay."""
+    def update(self, tenants: Iterable[Tenant], tiers: Mapping[str, Tier] | None = None) -> None:
+        """Replace all tenants and tiers of the config at once: a key that is gone is refused from the next call on. On
+        ValueError the old ones stay."""
         tenants = tuple(tenants)
         check_unambiguous(tenants)
+        self.tiers = tiers or {}
         self._base = {tenant.id: tenant.model_copy(update={"api_keys": ()}) for tenant in tenants}
         self._base_keys = {}
         for tenant in tenants:
@@ -143,11 +166,21 @@ class TenantDirectory:
 
     def _build(self) -> _Snapshot:
         merged = {**self._base, **self._managed}
-        by_id = {id: tenant for id, tenant in merged.items() if not tenant.deleted}
+        by_id: dict[str, Tenant] = {}
+        unusable: dict[str, str] = {}
+        for id, stated in merged.items():
+            if stated.deleted:
+                continue
+            try:
+                by_id[id] = with_tier(stated, self.tiers)
+            except ValueError as error:
+                by_id[id], unusable[id] = stated, str(error)
+                if id not in self._snapshot.unusable:
+                    logger.error("%s: its keys are refused", error)
         by_digest: dict[bytes, Identity] = {}
         for key in {**self._base_keys, **self._managed_keys}.values():
             tenant = by_id.get(key.tenant)
-            if tenant is None or not tenant.enabled or key.revoked:
+            if tenant is None or not tenant.enabled or key.revoked or tenant.id in unusable:
                 continue
             if key.models is not None:
                 allowed = tuple(m for m in key.models if tenant.may_use(m))
@@ -155,4 +188,4 @@ class TenantDirectory:
             by_digest[bytes.fromhex(key.digest)] = Identity(
                 tenant, key.id, key.routes, key.limits, key.expires_at
             )
-        return _Snapshot(by_id, by_digest)
+        return _Snapshot(by_id, by_digest, unusable)

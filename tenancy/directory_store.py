@@ -41,6 +41,14 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """A tenant that must be stored as it was read (None: it was not managed) for the changes beside it to be made."""
+
+    id: str
+    as_read: Tenant | None
+
+
+@dataclass(frozen=True)
 class AuditEntry:
     """Who changed what. `at` is in seconds since 1970; `before` and `after` show no secret."""
 
@@ -65,10 +73,13 @@ class DirectoryStore:
         self._tenants, self._keys, self._audit = (base + name for name in ("tenants", "keys", "audit"))
         self._secret = base + "secret"
 
-    async def apply(self, who: str, changes: Sequence[Change]) -> None:
+    async def apply(self, who: str, steps: Sequence[Change | Unchanged]) -> None:
         """Make the changes, all or none. Raises ConflictError, QuotaUnavailable."""
         args: list[str] = [who]
-        for change in changes:
+        for change in steps:
+            if isinstance(change, Unchanged):
+                args += ["1", change.id, _stored(change.as_read), "", "", "", ""]
+                continue
             table = "1" if isinstance(change.after, Tenant) else "2"
             args += [table, change.after.id, _stored(change.before), _stored(change.after), change.action]
             args += [_shown(change.was), _shown(change.after)]
@@ -180,13 +191,14 @@ def _parsed(tenants: list[bytes], keys: list[bytes]) -> tuple[dict[str, Tenant],
 
 
 def _stored(value: BaseModel | None) -> str:
-    return "" if value is None else value.model_dump_json(exclude_defaults=True)
+    # What was stated, a default among it: it overrides a tier.
+    return "" if value is None else value.model_dump_json(exclude_unset=True)
 
 
 def _shown(value: BaseModel | None) -> str:
     if value is None:
         return ""
-    return value.model_dump_json(exclude_defaults=True, exclude={"digest", "api_keys"})
+    return value.model_dump_json(exclude_unset=True, exclude={"digest", "api_keys"})
 
 
 def _entry(id: str, fields: dict[bytes, bytes]) -> AuditEntry:

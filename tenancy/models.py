@@ -30,6 +30,11 @@ _Cost = Annotated[
 ]  # exact in Lua's doubles, in 1e-9 units
 _Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 TenantId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+_ShareWeight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_KvShare = Annotated[float, Field(gt=0, le=1)]
+_Names = Annotated[tuple[str, ...], Field(strict=False)]
+_ServiceTiers = Annotated[tuple[ServiceTier, ...], Field(strict=False)]
+_Unattainable = Literal["refuse", "demote"]
 
 
 class _Model(BaseModel):
@@ -112,6 +117,20 @@ class Price(_Model):
         return -(-pico // 1000)
 
 
+class Tier(_Model):
+    """What tenants of one tier have where they do not say otherwise (tenancy.tiers). None leaves it to the tenant."""
+
+    weight: _ShareWeight | None = None
+    shared_prefix_cache: bool | None = None
+    models: _Names | None = None
+    limits: Limits = Limits()
+    model_limits: dict[str, Limits] = {}
+    class_limits: dict[ServiceClass, Limits] = {}
+    service_tiers: _ServiceTiers | None = None
+    unattainable_deadline: _Unattainable | None = None
+    kv_share: _KvShare | None = None
+
+
 class Tenant(_Model):
     """One tenant. `models` None allows every model. `demo` marks keys that everybody knows.
 
@@ -121,21 +140,25 @@ class Tenant(_Model):
     `shared_prefix_cache` its prompts use cached prefixes of all tenants that have set it: each of them can tell
     from the time to a first token whether another sent the same beginning. `service_tiers` are those that its
     requests may ask for. One whose deadline cannot be promised is refused, or demoted: it goes on as batch work.
+    `kv_share` is the part of an engine's KV pages that it may hold while another tenant waits. `tier` names a Tier of
+    the config, whose values hold where the tenant has none of its own.
     """
 
     id: TenantId
     name: Annotated[str, Field(max_length=200)] | None = None
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    tier: TenantId | None = None
+    weight: _ShareWeight = 1.0
     enabled: bool = True
     deleted: bool = False
     demo: bool = False
     shared_prefix_cache: bool = False
-    models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    models: _Names | None = None
     limits: Limits = Limits()
     model_limits: dict[str, Limits] = {}
     class_limits: dict[ServiceClass, Limits] = {}
-    service_tiers: Annotated[tuple[ServiceTier, ...], Field(strict=False)] = ("priority", "default", "flex")
-    unattainable_deadline: Literal["refuse", "demote"] = "refuse"
+    service_tiers: _ServiceTiers = ("priority", "default", "flex")
+    unattainable_deadline: _Unattainable = "refuse"
+    kv_share: _KvShare = 1.0
     api_keys: Annotated[tuple[SecretStr, ...], Field(strict=False, repr=False)] = ()
 
     @field_validator("api_keys")
@@ -164,8 +187,8 @@ class KeyRecord(_Model):
     tenant: TenantId
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
     name: Annotated[str, Field(max_length=200)] | None = None
-    models: Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    routes: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    models: _Names | None = None
+    routes: _Names | None = None
     limits: Limits | None = None
     created_at: int
     expires_at: int | None = None
@@ -197,8 +220,3 @@ def unpriced_model(tenant: Tenant, models: Iterable[str], prices: Mapping[str, P
         if model not in prices and (everywhere or (own is not None and own.has_cost_budget)):
             return model
     return None
-
-
-def has_demo_keys(tenants: Iterable[Tenant]) -> bool:
-    """Whether any tenant is marked as a demo: such keys must not be reachable from other machines."""
-    return any(tenant.demo and tenant.api_keys for tenant in tenants)

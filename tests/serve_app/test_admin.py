@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -22,7 +23,7 @@ from tenancy.directory import TenantDirectory
 from tenancy.directory_store import DirectoryStore
 from tenancy.embedded_redis import EmbeddedRedis
 from tenancy.guarded_redis import GuardedRedis
-from tenancy.models import Price, Tenant
+from tenancy.models import Limits, Price, Tenant, Tier
 from tenancy.redis import connect
 
 KEY = "admin_key_of_the_tests_0001"
@@ -50,9 +51,9 @@ def client(admin: Admin, redis_url: str) -> Iterator[TestClient]:
     with TestClient(app, headers={"Authorization": f"Bearer {KEY}"}) as client:
 
         async def open_store() -> None:
-            redis = connect(redis_url + "?socket_timeout=10")
-            await redis.flushall()
-            admin.store = DirectoryStore(redis, GuardedRedis(redis, "probe"))
+            server = connect(redis_url + "?socket_timeout=10")
+            await server.flushall()
+            admin.store = DirectoryStore(server, GuardedRedis(server, "probe"))
 
         assert client.portal is not None
         client.portal.call(open_store)
@@ -105,11 +106,12 @@ def test_a_tenant_and_its_keys_from_first_to_last(client: TestClient, admin: Adm
     assert client.delete("/admin/v1/tenants/new").status_code == 200
     assert directory.authenticate(key) is None
     error(client.get("/admin/v1/tenants/new"), 404)
+    error(client.patch(f"/admin/v1/keys/{id}", json={}), 404)
 
     audit = client.get("/admin/v1/audit").json()["data"]
     assert {entry["who"] for entry in audit} == {"bob"}
     assert [entry["action"] for entry in reversed(audit)] == [
-        "create", "create", "rotate", "rotate", "rotate", "rotate", "revoke", "change", "delete",
+        "create", "create", "rotate", "rotate", "rotate", "rotate", "revoke", "change", "revoke", "revoke", "delete",
     ]  # fmt: skip
     for text in (listed.text, json.dumps(audit), client.get("/admin/v1/tenants").text):
         for secret in (key, newer["key"], at_once["key"], directory.digest(key)):
@@ -127,6 +129,91 @@ def test_a_tenant_of_the_config_can_be_changed(client: TestClient, admin: Admin)
     [key] = client.get("/admin/v1/tenants/alpha/keys").json()["data"]
     client.delete(f"/admin/v1/keys/{key['id']}")
     assert admin._directory.authenticate("eh_alpha_config") is None
+
+
+def test_f19_keys_of_a_deleted_tenant_stay_dead_when_its_id_is_used_again(
+    client: TestClient, admin: Admin
+) -> None:
+    directory = admin._directory
+    client.post("/admin/v1/tenants", json={"id": "new"})
+    key = client.post("/admin/v1/tenants/new/keys", json={}).json()["key"]
+    assert directory.authenticate(key)
+    client.delete("/admin/v1/tenants/new")
+    client.post("/admin/v1/tenants", json={"id": "new"})
+    assert directory.get("new") is not None and directory.authenticate(key) is None
+    client.delete("/admin/v1/tenants/alpha")
+    client.post("/admin/v1/tenants", json={"id": "alpha"})
+    assert directory.authenticate("eh_alpha_config") is None
+    directory.update([CONFIG])  # the config is read again
+    assert directory.authenticate("eh_alpha_config") is None
+
+
+def test_a_tenant_has_what_its_tier_says_and_what_it_says_itself(client: TestClient, admin: Admin) -> None:
+    gold = Tier(weight=4.0, kv_share=0.5, limits=Limits(requests_per_minute=60, max_concurrent_requests=8))
+    admin._directory.update([CONFIG], {"gold": gold})
+    body = {"id": "new", "tier": "gold", "weight": 1.0, "limits": {"requests_per_minute": 5}}
+    made = client.post("/admin/v1/tenants", json=body).json()
+    assert (made["tier"], made["weight"], made["kv_share"]) == ("gold", 1.0, 0.5)
+    assert (made["limits"]["requests_per_minute"], made["limits"]["max_concurrent_requests"]) == (5, 8)
+    entry = client.get("/admin/v1/audit").json()["data"][0]
+    assert entry["after"] == body, "on record is what was said"
+    changed = client.patch("/admin/v1/tenants/new", json={"weight": None, "kv_share": 0.25}).json()
+    assert (changed["weight"], changed["kv_share"]) == (4.0, 0.25)
+    assert changed["limits"]["requests_per_minute"] == 5
+    assert "no tier 'silver'; allowed: gold" in error(
+        client.patch("/admin/v1/tenants/new", json={"tier": "silver"}), 400
+    )
+    assert "kv_share" in error(client.patch("/admin/v1/tenants/new", json={"kv_share": 0}), 400)
+    admin._directory.update([CONFIG], {"gold": Tier(weight=8.0)})  # the config is read again
+    assert client.get("/admin/v1/tenants/new").json()["weight"] == 8.0
+    key = client.post("/admin/v1/tenants/new/keys", json={}).json()["key"]
+    admin._directory.update([CONFIG], {})
+    assert admin._directory.authenticate(key) is None, "its limits are not known"
+    assert "no tier 'gold'" in client.get("/admin/v1/tenants/new").json()["unusable"]
+    assert client.patch("/admin/v1/tenants/new", json={"tier": None}).status_code == 200
+    assert admin._directory.authenticate(key) is not None
+
+
+def test_a_demo_tenant_can_be_changed_and_stays_one(client: TestClient, admin: Admin) -> None:
+    admin._directory.update([CONFIG.model_copy(update={"demo": True})])
+    assert client.patch("/admin/v1/tenants/alpha", json={"weight": 2.0}).json()["demo"] is True
+    error(client.patch("/admin/v1/tenants/alpha", json={"demo": False}), 400)
+    error(client.post("/admin/v1/tenants", json={"id": "b", "demo": True}), 400)
+
+
+@pytest.mark.parametrize("kind", ["tenants", "keys"])
+def test_a_change_made_while_a_body_arrives_is_not_lost(
+    client: TestClient, admin: Admin, redis_url: str, kind: str
+) -> None:
+    client.post("/admin/v1/tenants", json={"id": "new"})
+    key = client.post("/admin/v1/tenants/new/keys", json={}).json()["id"]
+    id = {"tenants": "new", "keys": key}[kind]
+    limits = Limits(requests_per_minute=7)
+
+    def slowly() -> Iterator[bytes]:
+        yield b'{"name": '
+        # What another gateway writes, and this one hears of, in the meantime.
+        tenants, keys = admin._directory.managed()
+        change = {id: {**tenants, **keys}[id].model_copy(update={"limits": limits})}
+        with redis.Redis.from_url(redis_url) as other:
+            other.hset(f"eh:v2:{{+directory}}:{kind}", id, change[id].model_dump_json(exclude_unset=True))
+        admin._directory.merge_managed(*((change, {}) if kind == "tenants" else ({}, change)))
+        yield b'"mine"}'
+
+    assert client.patch(f"/admin/v1/{kind}/{id}", content=slowly()).status_code == 200
+    shown = client.get(f"/admin/v1/{kind}/{id}").json()
+    assert (shown["name"], shown["limits"]["requests_per_minute"]) == ("mine", 7)
+
+
+def test_a_key_is_not_made_for_a_tenant_that_is_deleted_at_this_moment(
+    client: TestClient, admin: Admin
+) -> None:
+    client.post("/admin/v1/tenants", json={"id": "new"})
+    seen = admin._directory.managed_tenant("new")
+    client.delete("/admin/v1/tenants/new")
+    # Another gateway, which has not heard of it yet.
+    admin._directory.merge_managed({"new": seen}, {})
+    assert "somebody else" in error(client.post("/admin/v1/tenants/new/keys", json={}), 409)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from serve_app import launch, ray_environment
+from serve_app.config_file import ServeConfig, load_config
 from serve_app.launch import LaunchError, base_url, first_cause, ready_message, require_free
 from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
-from serve_app.settings import ServeConfig, load_config
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
 

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.settings import (
-    REDIS_URL_VARIABLE,
-    ConfigError,
-    SchedulerSettings,
-    check_document,
-    demo_key,
-    is_loopback,
-    load_config,
-    parse_args,
-    parse_user_config,
-    require_sources,
-)
+from serve_app.config_errors import ConfigError
+from serve_app.config_file import check_document, load_config, require_sources
+from serve_app.exposure import demo_key, is_loopback
+from serve_app.settings import REDIS_URL_VARIABLE, SchedulerSettings, parse_args, parse_user_config
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
 ARGS = "config.yaml: applications[0].args"
@@ -414,6 +406,23 @@ def test_loopback(host: str, expected: bool) -> None:
         (
             {"tenants": [{"id": "a", "limits": {"tokens_per_day": 9, "on_outage": "local_share"}}]},
             "on_outage of tokens_per_day cannot be local_share; allowed: closed, open",
+        ),
+        (
+            {"tenants": [{"id": "a", "tier": "gold"}]},
+            "tenant 'a': there is no tier 'gold'; the config has no",
+        ),
+        ({"tiers": {"gold": {"wieght": 2}}}, "tiers.gold.wieght: unknown key (did you mean weight?)"),
+        (
+            {"tiers": {"gold": {"kv_share": 1.5}}},
+            "tiers.gold.kv_share: 1.5 is not allowed; allowed: at most 1",
+        ),
+        (
+            {"tiers": {"gold": {"model_limits": {"x": {}}}}},
+            "model_limits of tier 'gold': 'x' is not a model id",
+        ),
+        (
+            {"tiers": {"gold": {"limits": {"cost_per_day": 1.5}}}, "tenants": [{"id": "a", "tier": "gold"}]},
+            "tenant 'a' has a budget in cost, and prices has no 'smollm2",
         ),
     ],
 )
