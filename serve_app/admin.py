@@ -18,6 +18,7 @@ from starlette.routing import Route
 from serve_app.api import errors
 from serve_app.api.errors import ApiError, invalid_request
 from serve_app.config_errors import describe
+from serve_app.logins import Logins, bearer
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import Change, ConflictError, DirectoryStore, Unchanged
 from tenancy.keys import new_key
@@ -52,9 +53,12 @@ class RotateRequest(_Body):
 class Admin:
     """Routes over a directory and its store. Off (404) without keys."""
 
-    def __init__(self, directory: TenantDirectory, models: list[str], routes: list[str]) -> None:
+    def __init__(
+        self, directory: TenantDirectory, models: list[str], routes: list[str], logins: Logins
+    ) -> None:
         """`models` are the ids that are served, `routes` what a key may be limited to."""
         self._directory = directory
+        self._logins = logins
         self._models = models
         self._scopes = routes
         self.keys: Mapping[str, SecretStr] = {}
@@ -96,17 +100,17 @@ class Admin:
         )
 
     def _authenticate(self, request: Request) -> str:
-        """Who asks. Raises ApiError 404 where the API is off, 401."""
+        """Who asks. Raises ApiError 404 where the API is off, 401, 429."""
         if not self.keys:
             raise errors.not_found()
-        authorization = request.headers.getlist("authorization")
-        scheme, _, given = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
-        found = ""
+        given, found = bearer(request.headers), ""
         for name, key in self.keys.items():  # all of them, whatever matches: the time tells nothing
             expected = key.get_secret_value().encode()
-            if hmac.compare_digest(given.strip().encode("utf-8", "surrogatepass"), expected):
+            if hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected):
                 found = name
-        if not found or scheme.lower() != "bearer":
+        if given:
+            self._logins.check(request.scope, f"+admin {found}" if found else None)
+        if not found:
             raise errors.invalid_api_key()
         return found
 

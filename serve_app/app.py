@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.asyncio import Redis
 
 from engine_actor.build import STUB_MODEL_LEN
+from serve_app.client_address import HAPROXY_VARIABLE, ClientAddresses
 from serve_app.engine import engine_deployment, engine_recipes
 from serve_app.exposure import is_loopback, refuse_demo_keys
 from serve_app.fair_queue import FairQueueSpec, fair_queue_deployment, fair_queue_recipe
@@ -85,6 +87,10 @@ class Gateway:
             },
             version=version("evenhand"),
             cors_origins=settings.gateway.cors_origins,
+            addresses=ClientAddresses(
+                settings.gateway.trusted_proxies, behind_haproxy=HAPROXY_VARIABLE in os.environ
+            ),
+            max_failed_logins=settings.gateway.max_failed_logins_per_minute,
         )
         self._prices: dict[str, Price] = {}
         self._gateway.directory.complete = False

@@ -29,6 +29,7 @@ class Connection:
     """Reads one request and writes one response. `status` is None until the status line has been sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
         self.headers = Headers(scope=scope)
         self.status: int | None = None
         self.before_answer: Callable[[bytes], Awaitable[None]] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -22,8 +23,10 @@ from serve_app.api.body import parse_body
 from serve_app.api.endpoints import ParsedRequest, parse_chat, parse_completion
 from serve_app.api.errors import ApiError
 from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
+from serve_app.client_address import ClientAddresses
 from serve_app.connection import ClientGoneError, Connection
 from serve_app.idempotent import REPLAYED, Repeatable, idempotency_key
+from serve_app.logins import Logins, bearer
 from serve_app.pool import ModelPool
 from serve_app.request import RequestLife
 from serve_app.routes import Routes
@@ -68,6 +71,8 @@ class GatewayApp:
         waiting_timeouts: dict[str, float],
         version: str,
         cors_origins: list[str],
+        addresses: ClientAddresses,
+        max_failed_logins: int | None,
     ) -> None:
         self.pools = pools
         self.directory = directory
@@ -75,7 +80,8 @@ class GatewayApp:
         self.telemetry = telemetry
         self._by_name = {name: pool for pool in pools for name in pool.names}
         self.max_request_bytes = max_request_bytes
-        self.admin = Admin(directory, [pool.model for pool in pools], SCOPES)
+        self.logins = Logins(addresses, max_failed_logins, self._gateways)
+        self.admin = Admin(directory, [pool.model for pool in pools], SCOPES, self.logins)
         self._waiting_timeouts = waiting_timeouts
         self.metrics_key: str | None = None
         self.slo = SloSettings()
@@ -118,6 +124,9 @@ class GatewayApp:
         """A request that came now could be served."""
         quota_ready = self.quota is not None and self.quota.healthy
         return quota_ready and self.directory.complete and all(pool.ready for pool in self.pools)
+
+    def _gateways(self) -> int:
+        return 1 if self.quota is None else self.quota.gateways or 1
 
     async def close(self) -> None:
         """Let background endings finish, then stop everything."""
@@ -194,7 +203,7 @@ class GatewayApp:
 
     async def _admit(self, endpoint: Endpoint, connection: Connection, record: RequestRecord) -> RequestLife:
         """Steps 1 and 2: who asks, and for what. Raises ApiError."""
-        identity = self.identify(connection.headers.getlist("authorization"), record.route, record)
+        identity = self.identify(connection.scope, record.route, record)
         tenant = identity.tenant
         raw = await connection.read_body(self.max_request_bytes)
         pool, parsed = await self.off_loop(
@@ -241,17 +250,19 @@ class GatewayApp:
         async with self._off_loop.setdefault(tenant.id, asyncio.Lock()):
             return await asyncio.to_thread(work)
 
-    def identify(self, authorization: list[str], route: str, record: RequestRecord | None = None) -> Identity:
-        """Identity comes from the key alone. Raises ApiError 401, 403 or 503."""
-        scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
-        identity = self.directory.authenticate(key.strip()) if scheme.lower() == "bearer" else None
+    def identify(self, scope: Scope, route: str, record: RequestRecord | None = None) -> Identity:
+        """Identity comes from the key alone. Raises ApiError 401, 403, 429 or 503."""
+        key = bearer(Headers(scope=scope))
+        identity = self.directory.authenticate(key) if key else None
         if not self.directory.complete:  # a key may have been revoked, or made
             raise ApiError("quota_store_unavailable", "The server is not ready. Try again shortly.")
+        if key:
+            self.logins.check(scope, None if identity is None else identity.tenant.id)
         if identity is None:
             raise errors.invalid_api_key()
         if record is not None:
             record.tenant = identity.tenant.id
-            record.key_fingerprint = self.directory.fingerprint(key.strip())
+            record.key_fingerprint = self.directory.fingerprint(key)
             record.authenticated_ms = record.now_ms()
         if not identity.may_call(route):
             raise errors.route_not_allowed()

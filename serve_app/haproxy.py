@@ -8,7 +8,8 @@ it is given a script for a binary, which edits the file each time before it hand
 - errors of HAProxy's own, and whatever Ray says in plain text, are the API's error object;
 - while there is no application (before the start and while stopping) 503 with Retry-After, not 404;
 - Ray's own routes below `/-/` do not exist on the public port;
-- a client has a bounded time for its header block, and the block a bounded size.
+- a client has a bounded time for its header block, and the block a bounded size;
+- who calls is added to X-Forwarded-For: the gateway sees HAProxy alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from serve_app.api import errors
 from serve_app.api.errors import ApiError
+from serve_app.client_address import HAPROXY_VARIABLE
 
 STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
 METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
@@ -54,6 +56,7 @@ def install_haproxy(root: Path) -> None:
     script.write_text(haproxy_script(get_haproxy_binary(), edits, shutil.which("setpriv")))
     script.chmod(0o700)
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
+    os.environ[HAPROXY_VARIABLE] = "1"
 
 
 def haproxy_script(binary: str, edits: Path, setpriv: str | None) -> str:
@@ -70,7 +73,7 @@ def write_edits(root: Path, ports: tuple[str, str]) -> Path:
     """Write the files that the edited configuration names, and the sed script that makes it. Returns the script."""
     directory = root / "e"
     directory.mkdir(exist_ok=True)
-    defaults = [f"    timeout http-request {HEADER_SECONDS}s"]
+    defaults = [f"    timeout http-request {HEADER_SECONDS}s", "    option forwardfor"]
     for status, answer in own_errors().items():
         file = directory / f"{status}.http"
         file.write_bytes(answer)

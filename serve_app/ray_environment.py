@@ -53,6 +53,8 @@ def ray_variables(root: Path) -> dict[str, str]:
         # The gateway is asynchronous throughout: a thread of its own would cost a hop per item of a stream.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        # Whose word on a client's address counts is for the config to say, not for uvicorn, which trusts loopback.
+        "FORWARDED_ALLOW_IPS": "",
         # How long a stopping gateway stays open for a load balancer to notice (30 s by default). HAProxy
         # sends a refused connection elsewhere by itself, and Ctrl-C should not take half a minute.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",

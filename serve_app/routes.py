@@ -19,6 +19,7 @@ from serve_app.api.openapi import openapi_document
 from serve_app.api.responses import ModelCard, model_list
 from serve_app.api.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from serve_app.connection import ClientGoneError, Connection
+from serve_app.logins import bearer
 from serve_app.quota_answers import usage_of_day
 from serve_app.telemetry.metrics import CONTENT_TYPE
 from tenancy.guarded_redis import QuotaUnavailable
@@ -109,9 +110,11 @@ class Routes:
 
     async def _metrics(self, request: Request) -> Response:
         """Metrics of this gateway and the engines it hears from, for the holder of the metrics key."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        expected = self._gateway.metrics_key
-        if expected is None or scheme.lower() != "bearer" or not _same(key.strip(), expected):
+        key, expected = bearer(request.headers), self._gateway.metrics_key
+        allowed = expected is not None and _same(key, expected)
+        if key:
+            self._gateway.logins.check(request.scope, "+metrics" if allowed else None)
+        if not allowed:
             raise errors.invalid_api_key()
         metrics, quota = self._gateway.telemetry.metrics, self._gateway.quota
         if quota is not None:
@@ -127,10 +130,10 @@ class Routes:
         return PlainTextResponse(metrics.render(), media_type=CONTENT_TYPE)
 
     def _tenant(self, request: Request, route: str) -> Tenant:
-        return self._gateway.identify(request.headers.getlist("authorization"), route).tenant
+        return self._gateway.identify(request.scope, route).tenant
 
     async def _body(self, connection: Connection, route: str) -> tuple[Tenant, bytes]:
-        tenant = self._gateway.identify(connection.headers.getlist("authorization"), route).tenant
+        tenant = self._gateway.identify(connection.scope, route).tenant
         return tenant, await connection.read_body(self._gateway.max_request_bytes)
 
     def _cards(self, tenant: Tenant) -> list[ModelCard]:

@@ -6,6 +6,7 @@ is what reloads without one. Unknown keys are refused at every level.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,8 @@ class GatewaySettings(_Settings):
     """Caps: requests and prompt tokens that wait in a model's fair queue, in all and of one tenant; bytes of a body.
 
     `cors_origins`: origins whose pages may call the API from a browser, such as https://console.example.com.
+    `max_failed_logins_per_minute` of one source with wrong keys; `trusted_proxies` are addresses or networks of load
+    balancers in front, whose X-Forwarded-For tells sources apart.
     """
 
     max_queued_requests: _Count = 1024
@@ -138,6 +141,18 @@ class GatewaySettings(_Settings):
     max_queued_tokens_per_tenant: _Count = 4_000_000
     max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     cors_origins: list[Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?$")]] = []
+    max_failed_logins_per_minute: Annotated[int, Field(ge=1, le=10_000)] | None = 60
+    trusted_proxies: list[str] = []
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, proxies: list[str]) -> list[str]:
+        for proxy in proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(f"{error}; allowed: addresses and networks such as 10.0.0.0/8") from None
+        return proxies
 
 
 class TracingSettings(_Settings):

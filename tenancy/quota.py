@@ -155,6 +155,11 @@ class QuotaStore:
         return self._redis
 
     @property
+    def gateways(self) -> int | None:
+        """How many gateways there were when Redis last told; None before it did."""
+        return self._presence.count
+
+    @property
     def admitted_in_outages(self) -> int:
         """Requests admitted without Redis, by the policies of their limits."""
         return self._outage.admitted

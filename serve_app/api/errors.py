@@ -33,6 +33,7 @@ _CODES: dict[str, tuple[int, str]] = {
     "rate_limit_exceeded": (429, _RATE),
     "tokens_limit_exceeded": (429, _RATE),
     "concurrency_limit_exceeded": (429, _RATE),
+    "too_many_failed_logins": (429, _RATE),
     "queue_full": (429, _RATE),
     "budget_exceeded": (429, "insufficient_quota"),
     "internal_error": (500, _SERVER),
@@ -154,6 +155,15 @@ def invalid_api_key() -> ApiError:
     """No key, an unknown one or a revoked one: the same words for all, so that none can be told apart."""
     return ApiError(
         "invalid_api_key", "Missing or invalid API key. Send it as 'Authorization: Bearer <key>'."
+    )
+
+
+def too_many_failed_logins(retry_after_ms: float) -> ApiError:
+    """Wrong keys came from this address too often: the key that came now has not been looked at."""
+    return ApiError(
+        "too_many_failed_logins",
+        "Too many requests with an invalid API key have come from your address. Try again later.",
+        retry_after_ms=retry_after_ms,
     )
 
 

@@ -269,6 +269,8 @@ def config_for(port: int, data_dir: Path, spans_path: Path) -> dict[str, Any]:
     application["args"]["telemetry"] = {
         "tracing": {"exporter": "file", "path": str(spans_path)},
     }
+    # Tests send wrong keys by the hundred, all from one address.
+    application["args"]["gateway"]["max_failed_logins_per_minute"] = 10_000
     user_config = application["deployments"][0]["user_config"]
     user_config["metrics_key"] = METRICS_KEY
     user_config["tenants"] += EXTRA_TENANTS

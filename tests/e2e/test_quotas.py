@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from tenancy.ledger import LedgerFiles
 pytestmark = pytest.mark.e2e
 
 ADMIN_KEY = "eh_admin_key_for_these_tests"
+FAILED_LOGINS = 50
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
@@ -30,6 +32,7 @@ def server(start_server: Any) -> Any:
         user_config = config["applications"][0]["deployments"][0]["user_config"]
         model = config["applications"][0]["args"]["models"][0]["id"]
         user_config["admin"] = {"keys": {"ops": ADMIN_KEY}}
+        config["applications"][0]["args"]["gateway"]["max_failed_logins_per_minute"] = FAILED_LOGINS
         user_config["prices"] = {model: {"input": 1.0, "output": 2.0}}
         user_config["tenants"] += [
             {
@@ -165,6 +168,64 @@ def test_f19_a_key_made_and_revoked_by_the_command_line(server: Any) -> None:
     server.wait_until(lambda: ask(key) == 401, 5)
     for text in (server.log(), json.dumps(server.access_log()), json.dumps(server.spans())):
         assert key not in text and ADMIN_KEY not in text
+
+
+def test_e13_failed_logins_are_bounded_per_source(server: Any) -> None:
+    def ask(source: str, key: str, path: str = "/v1/models", forwarded: str = "") -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}", **({"X-Forwarded-For": forwarded} if forwarded else {})}
+        return clients[source].get(f"{server.base_url}{path}", headers=headers)
+
+    with contextlib.ExitStack() as stack:
+        clients = {
+            source: stack.enter_context(httpx.Client(transport=httpx.HTTPTransport(local_address=source)))
+            for source in ("127.0.0.2", "127.0.0.3")
+        }
+        alpha, beta = server.key("alpha"), server.key("beta")
+        assert ask("127.0.0.2", alpha).status_code == 200
+        for number in range(FAILED_LOGINS):
+            answer = ask("127.0.0.2", f"eh_guess_{number}", forwarded=f"192.0.2.{number}, 127.0.0.3")
+            assert answer.status_code == 401, answer.text
+        for key in ("eh_guess_x", beta):
+            for path in ("/v1/models", "/admin/v1/tenants", "/metrics"):
+                answer = ask("127.0.0.2", key, path)
+                assert answer.status_code == 429
+                assert answer.json()["error"]["code"] == "too_many_failed_logins"
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert ask("127.0.0.2", alpha).status_code == 200, "a tenant that works from there goes on"
+        assert httpx.get(f"{server.base_url}/v1/models").status_code == 401, "no key is no guess"
+        assert ask("127.0.0.3", "eh_guess_x").status_code == 401
+        assert ask("127.0.0.3", beta, forwarded="127.0.0.2").status_code == 200
+
+
+def test_e13_bad_bodies_cost_no_limit_and_hold_up_nobody(server: Any) -> None:
+    """A flood of bad bodies and keys by one tenant, while another works."""
+
+    async def flood(client: httpx.AsyncClient, stop: asyncio.Event) -> int:
+        sent = 0
+        while not stop.is_set():
+            bad = {"model": server.model, "messages": "none", "max_tokens": -1}
+            answer = await client.post("/v1/chat/completions", json=bad)
+            assert answer.status_code == 400, answer.text
+            sent += 1
+        return sent
+
+    async def scenario() -> int:
+        stop = asyncio.Event()
+        headers = server.headers("metered")
+        async with httpx.AsyncClient(base_url=server.base_url, headers=headers, trust_env=False) as bad:
+            floods = [asyncio.create_task(flood(bad, stop)) for _ in range(16)]
+            async with server.async_openai("beta") as client:
+                for _ in range(20):
+                    request = {"model": server.model, "messages": MESSAGES, "max_tokens": 2}
+                    assert (await client.chat.completions.create(**request)).usage.completion_tokens == 2
+            stop.set()
+            return sum(await asyncio.gather(*floods))
+
+    assert asyncio.run(scenario()) > 20, "more than the limit of that tenant"
+    with server.openai("metered") as client:
+        request = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
+        headers = client.chat.completions.with_raw_response.create(**request).headers
+    assert headers["x-ratelimit-remaining-requests"] == "19", "none of it was counted"
 
 
 def test_e04_hanging_up_at_once_is_charged_the_prompt_and_no_more(server: Any) -> None:

@@ -18,7 +18,9 @@ from serve_app import admin_cli
 from serve_app.admin import Admin
 from serve_app.api.errors import ApiError
 from serve_app.cli import app as cli
+from serve_app.client_address import ClientAddresses
 from serve_app.gateway import _api_error_response
+from serve_app.logins import Logins
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import DirectoryStore
 from tenancy.embedded_redis import EmbeddedRedis
@@ -39,7 +41,8 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def admin() -> Admin:
     directory = TenantDirectory([CONFIG], b"s" * 32)
-    admin = Admin(directory, ["m", "n"], ["/v1/models", "/v1/completions"])
+    logins = Logins(ClientAddresses([], behind_haproxy=False), None, lambda: 1)
+    admin = Admin(directory, ["m", "n"], ["/v1/models", "/v1/completions"], logins)
     admin.keys = {"ann": SecretStr("another_admin_key_of_tests"), "bob": SecretStr(KEY)}
     admin.prices = {"m": Price(input=1.0)}
     return admin

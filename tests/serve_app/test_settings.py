@@ -346,6 +346,17 @@ def test_sources_that_may_be_on_a_hub_are_left_alone(shipped: dict[str, Any]) ->
     require_sources(check_document(shipped, "config.yaml"))
 
 
+def test_proxies_are_addresses_or_networks() -> None:
+    args: dict[str, Any] = {"models": [{"id": "m", "source": "s"}], "gateway": {}}
+    for proxies in (["10.0.0.0/8", "::1", "192.0.2.7"], []):
+        args["gateway"]["trusted_proxies"] = proxies
+        assert parse_args(args).gateway.trusted_proxies == proxies
+    for wrong in ("10.0.0.1/8", "balancer.example"):
+        args["gateway"]["trusted_proxies"] = [wrong]
+        with pytest.raises(ConfigError, match=r"trusted_proxies: .*; allowed: addresses and networks"):
+            parse_args(args)
+
+
 def test_parts_parse_by_themselves() -> None:
     assert parse_user_config({}).tenants == []
     with pytest.raises(ConfigError, match=r"user_config\.tenant: unknown key \(did you mean tenants\?\)"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
+import time
 from collections.abc import AsyncIterator
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 import pytest_asyncio
@@ -63,6 +66,47 @@ class Fleet:
             await client.aclose()
 
 
+class Relay:
+    """A way to Redis whose connections can fall silent; new ones work."""
+
+    def __init__(self, server: SplitResult) -> None:
+        self._server = server
+        self._frozen = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._listener = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = "127.0.0.1:" + str(self._listener.sockets[0].getsockname()[1])
+
+    def freeze(self) -> None:
+        """Those there are now."""
+        self._frozen.set()
+        self._frozen = asyncio.Event()
+
+    async def close(self) -> None:
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(self._server.hostname, self._server.port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._pass_on(source, sink, self._frozen))
+            self._tasks.add(task)
+
+    async def _pass_on(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, frozen: asyncio.Event
+    ) -> None:
+        while data := await source.read(65536):
+            if frozen.is_set():
+                continue
+            sink.write(data)
+            await sink.drain()
+        if not frozen.is_set():
+            sink.close()
+
+
 @pytest_asyncio.fixture
 async def fleet(redis: Redis, redis_url: str) -> AsyncIterator[Fleet]:
     fleet = Fleet(redis, redis_url)
@@ -96,6 +140,53 @@ async def test_f19_a_change_reaches_every_gateway(fleet: Fleet, redis: Redis) ->
     await fleet.store.apply("ops", [Change("delete", lower, gone, was=lower)])
     await fleet.agree("eh_alpha_config", None)
     await fleet.agree("eh_beta_config", "beta")
+
+
+async def revoke_one(fleet: Fleet) -> float:
+    """Make a key that all gateways know, revoke it, and return the seconds until all of them refuse it."""
+    id, key = new_key()
+    record = fleet.record(key, id)
+    await fleet.store.apply("ops", [Change("create", None, record)])
+    await fleet.agree(key, "alpha")
+    begin = time.monotonic()
+    revoked = record.model_copy(update={"revoked": True})
+    await fleet.store.apply("ops", [Change("revoke", record, revoked, was=record)])
+    await fleet.agree(key, None)
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+async def test_f19_a_revocation_arrives_within_a_second(fleet: Fleet) -> None:
+    took = [await revoke_one(fleet) for _ in range(100)]
+    print(f"revoked on three gateways: p50 {statistics.median(took) * 1e3:.0f} ms, max {max(took) * 1e3:.0f} ms")
+    assert max(took) < 1.0
+
+
+@pytest.mark.slow
+async def test_f19_a_revocation_arrives_within_five_seconds_of_a_connection_that_went_silent(
+    redis: Redis, redis_url: str
+) -> None:
+    """Nothing comes through the gateways' connections any more, and nothing closes them: push is broken."""
+    relay = Relay(urlsplit(redis_url))
+    await relay.start()
+    fleet = Fleet(redis, redis_url.replace(urlsplit(redis_url).netloc.rpartition("@")[2], relay.address))
+    await fleet.agree("eh_alpha_config", "alpha")
+    took = []
+    for _ in range(5):
+        id, key = new_key()
+        record = fleet.record(key, id)
+        await fleet.store.apply("ops", [Change("create", None, record)])
+        await fleet.agree(key, "alpha")
+        relay.freeze()
+        begin = time.monotonic()
+        revoked = record.model_copy(update={"revoked": True})
+        await fleet.store.apply("ops", [Change("revoke", record, revoked, was=record)])
+        await fleet.agree(key, None)
+        took.append(time.monotonic() - begin)
+    print(f"revoked over silent connections: max {max(took):.2f} s")
+    assert 0.5 < max(took) < 5.0, "it was broken, and was noticed in time"
+    await fleet.close()
+    await relay.close()
 
 
 async def test_f19_a_key_of_the_config_can_be_revoked_and_stays_so(fleet: Fleet, redis_url: str) -> None:
