@@ -38,12 +38,12 @@ class LiveRequests:
     def find(self, key: tuple[str, int]) -> SequenceState | None:
         return self._by_key.get(key)
 
-    def tenant(self, name: str, weight: float) -> Tenant:
-        """The tenant of a request to be added; the last weight given holds."""
+    def tenant(self, name: str, weight: float, kv_share: float) -> Tenant:
+        """The tenant of a request to be added; the last weight and KV share given hold."""
         tenant = self.tenants.get(name)
         if tenant is None:
             tenant = self.tenants[name] = Tenant(name)
-        tenant.weight = weight
+        tenant.weight, tenant.kv_share = weight, kv_share
         return tenant
 
     def add(self, sequence: SequenceState) -> None:

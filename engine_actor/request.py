@@ -47,7 +47,8 @@ class EngineRequest:
     `ticket` names the fair queue's ticket that let it in: several sequences (n, prompt lists) share one.
     `namespace` isolates the prefix cache: pages are shared only between requests of equal namespace.
     `predicted_output_tokens` is an estimate for scheduling, never a limit. `tpot_ms` is a target for the mean time per
-    output token, `itl_ms` for each gap between two; both steer the size of steps and are best effort.
+    output token, `itl_ms` for each gap between two; both steer the size of steps and are best effort. `kv_share`, in
+    (0, 1], is the part of the KV pages that the tenant may hold while another one waits.
     """
 
     request: str
@@ -58,6 +59,7 @@ class EngineRequest:
     sampling: SamplingParams
     namespace: str = ""
     weight: float = 1.0
+    kv_share: float = 1.0
     predicted_output_tokens: int = 64
     queue_epoch: int = 0
     tpot_ms: float | None = None

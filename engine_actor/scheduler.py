@@ -164,7 +164,7 @@ class Scheduler:
         sequence = SequenceState(
             id=self._next_id,
             request=request,
-            tenant=self._live.tenant(request.tenant, request.weight),
+            tenant=self._live.tenant(request.tenant, request.weight, request.kv_share),
             token_ids=list(request.prompt_token_ids),
             max_tokens=min(request.sampling.max_tokens, room),
             seed=derive_seed(request),
@@ -326,13 +326,10 @@ class Scheduler:
         """
         reclaimed = False
         while self.num_waiting:
-            shares = EngineShares(
-                {name: tenant.use() for name, tenant in self._live.tenants.items()},
-                self.config.max_num_seqs,
-                self.cache.total,
-            )
+            shares = self._shares()
             name = shares.next_waiting()
-            assert name is not None
+            if name is None:  # all tenants that wait are at their caps
+                break
             sequence = self._live.tenants[name].waiting[0]
             if not self._running.has_free_slot:
                 giver = shares.reclaim_from(name, slot=True)
@@ -348,6 +345,10 @@ class Scheduler:
             self._preempt(self._live.by_id[max(self._live.tenants[giver].running)])
             reclaimed = True
         return decodes[self._running.decoding[decodes]] if reclaimed else decodes
+
+    def _shares(self) -> EngineShares:
+        uses = {name: tenant.use() for name, tenant in self._live.tenants.items()}
+        return EngineShares(uses, self.config.max_num_seqs, self.cache.total)
 
     def _start(self, sequence: SequenceState, table: SequencePages, now: float) -> None:
         sequence.tenant.start(sequence)
@@ -376,11 +377,12 @@ class Scheduler:
         return write_record(self.epoch, self.step, self._running, decodes, prefills)
 
     def _choose_victim(self) -> SequenceState:
+        shares = self._shares()
         candidates = [
             VictimCandidate(
                 id=sequence.id,
                 tenant=sequence.tenant.name,
-                weight=sequence.tenant.weight,
+                share=shares.page_share(sequence.tenant.name),
                 pages=len(sequence.table.pages),
                 uncached_tokens=sequence.computed - sequence.table.shared * PAGE_SIZE,
                 arrival_order=sequence.id,

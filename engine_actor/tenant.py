@@ -21,12 +21,13 @@ class Tenant:
     """
 
     __slots__ = (
-        "input_left", "name", "pages", "prefill_tokens", "prefilling", "running", "waiting", "weight",
+        "input_left", "kv_share", "name", "pages", "prefill_tokens", "prefilling", "running", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.weight = 1.0
+        self.kv_share = 1.0
         self.waiting: deque[SequenceState] = deque()
         self.running: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
@@ -46,6 +47,7 @@ class Tenant:
             pages=self.pages,
             head_order=None if head is None else head.id,
             head_pages=0 if head is None else head.pages_to_start,
+            kv_share=self.kv_share,
         )
 
     def queue(self, sequence: SequenceState) -> None:

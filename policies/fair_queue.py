@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from policies.admission import Admission, Unattainable, has_deadline
@@ -21,6 +22,7 @@ from policies.service import DEFAULT_PRICES, ServicePrices
 from policies.service_accounts import QueueState, ServiceAccounts
 from policies.tenant_account import QueuedTicket, TenantAccount
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
+from policies.waiting_tenants import WaitingTenants
 
 RETRY_AFTER_MS = 1000.0
 """Advice to a caller refused for a full queue."""
@@ -52,7 +54,8 @@ class FairQueue:
     When the first ticket fits no engine. A tenant under its share of slots and pages gets in by reclaim
     (`policies.reclaim`). One over its share may be passed over. Otherwise it keeps its place and a start is
     reserved: passing it over would let small requests starve a large one. Others go before it only if they will
-    have ended by then (`policies.head_of_line`).
+    have ended by then (`policies.head_of_line`). A tenant at its cap on KV pages (`kv_share` of its tickets) is
+    passed over while another tenant waits.
 
     Invariants: a counter never falls; a push leads to one grant at most, and until then the ticket waits here
     unless it is withdrawn, replaced or expired; a waiting request has no grant in flight; booked >= 0.
@@ -85,7 +88,7 @@ class FairQueue:
         self._order = make_order(policy, self._cached_tokens, locality_window, batch_share)
         self._accounts = ServiceAccounts(self._touch)
         self._admission = Admission(prices)
-        self._waiting_weight = 0.0  # of the tenants that have waiting tickets
+        self._waiting = WaitingTenants()
         self._shares: PoolShares | None = None  # None: something has changed since
         self._entries: dict[str, QueuedTicket] = {}  # by request
         self._by_arrival: list[tuple[float, int, str]] = []  # may name entries that are gone
@@ -108,8 +111,10 @@ class FairQueue:
         A deadline is promised (`policies.admission`), or the ticket is demoted to batch work if it allows that,
         or refused with code "deadline_unattainable". Baseline orders promise nothing and ignore deadlines.
         """
-        if ticket.weight <= 0 or ticket.sequences < 1:
-            raise ValueError(f"ticket {ticket.request}: weight and sequences must be positive")
+        if ticket.weight <= 0 or ticket.sequences < 1 or not 0 < ticket.kv_share <= 1:
+            raise ValueError(
+                f"ticket {ticket.request}: weight and sequences must be positive, kv_share in (0, 1]"
+            )
         known = self._entries.get(ticket.request) or self._in_flight.get(ticket.request)
         if known is not None and ticket.attempt < known.ticket.attempt:
             return None
@@ -136,12 +141,12 @@ class FairQueue:
                 return _unattainable(ticket, verdict)
         if not tenant.queued:
             self._order.arrive(tenant, now)
-            self._waiting_weight += ticket.weight
+        if not tenant.queued or (ticket.weight, ticket.kv_share) != (tenant.weight, tenant.kv_share):
+            if tenant.queued:
+                self._waiting.leave(tenant)
+            tenant.weight, tenant.kv_share = ticket.weight, ticket.kv_share
+            self._waiting.join(tenant)
             self._shares = None
-        elif ticket.weight != tenant.weight:
-            self._waiting_weight += ticket.weight - tenant.weight
-            self._shares = None
-        tenant.weight = ticket.weight
         self._pushes += 1
         entry = QueuedTicket(
             self._order.rank(arrival, None if promise is None else promise.due),
@@ -206,16 +211,16 @@ class FairQueue:
         """
         for request in self._in_flight.expired(now):
             self._settle(request)
-        front = self._order.front(now, 1)
+        front = self._front(now, 1)
         if not front or not self._engines:
             return None
         entry = front[0]
-        engine = choose_engine(entry.ticket, self._engines.values(), self._prices)
+        engine = choose_engine(entry.ticket, self._open_to(entry.ticket), self._prices)
         if engine is None and self._order.entitles:
             shares = self._pool_shares()
             engine = choose_reclaim(entry.ticket, shares)
             if engine is None:
-                front = self._order.front(now, LOOK_BEHIND)
+                front = self._front(now, LOOK_BEHIND)
                 instead = choose_instead(front, shares, self._prices, self._virtual_service)
                 if instead is not None:
                     entry, engine = instead
@@ -310,6 +315,22 @@ class FairQueue:
         self._touch(tenant)
         return grant
 
+    def _front(self, now: float, count: int) -> list[QueuedTicket]:
+        """The next tickets in order, without those of tenants that they would lift over their caps everywhere."""
+        asked = count
+        while True:
+            front = self._order.front(now, asked)
+            allowed = [entry for entry in front if self._open_to(entry.ticket)]
+            if len(allowed) == len(front) or len(allowed) >= count or len(front) < asked or not self._engines:
+                return allowed[:count]
+            asked *= 2
+
+    def _open_to(self, ticket: Ticket) -> Iterable[EngineLoad]:
+        """The engines where the ticket's tenant stays within its cap."""
+        if ticket.kv_share >= 1.0 or not self._order.entitles:
+            return self._engines.values()
+        return self._pool_shares().open_to(ticket)
+
     def _judge(self, ticket: Ticket, tenant: TenantAccount, now: float) -> Promise | Unattainable:
         cost = ticket_cost(ticket, self._prices)
         return self._admission.judge(
@@ -319,10 +340,13 @@ class FairQueue:
     def _pool_shares(self) -> PoolShares:
         if self._shares is None:
             live = {name for engine in self._engines.values() for name in engine.tenants()}
-            accounts = map(self._accounts.tenant, live)
-            weight = self._waiting_weight + sum(account.weight for account in accounts if not account.queued)
+            others = [account for account in map(self._accounts.tenant, live) if not account.queued]
             self._shares = PoolShares(
-                self._engines.values(), lambda name: self._accounts.tenant(name).weight, weight
+                self._engines.values(),
+                self._accounts.tenant,
+                total_weight=self._waiting.weight + sum(account.weight for account in others),
+                total_kv_share=self._waiting.kv_share + sum(account.kv_share for account in others),
+                caps_bind=self._waiting.count > 1,
             )
         return self._shares
 
@@ -344,11 +368,10 @@ class FairQueue:
         tenant.remove(entry)
         self._queued_tokens -= ticket.input_tokens
         if not tenant.queued:
-            self._waiting_weight -= tenant.weight
+            self._waiting.leave(tenant)
             self._shares = None
             self._order.leave(tenant)
         if not self._entries:
-            self._waiting_weight = 0.0  # no rounding outlives the queue
             self._by_arrival.clear()
         self._touch(tenant)
 

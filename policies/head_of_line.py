@@ -24,25 +24,30 @@ def choose_instead(
     than two steps' work: otherwise a tenant that needs few slots would be served for ever beside one that needs many.
     The first ticket that is not passed over has a start reserved; others go only if they have ended by then.
     """
-    engines = shares.engines
-    furthest = key_of(front[0]) + PREFILL_BUFFER_STEPS * sum(e.report.max_num_batched_tokens for e in engines)
+    prefill = sum(engine.report.max_num_batched_tokens for engine in shares.engines)
+    furthest = key_of(front[0]) + PREFILL_BUFFER_STEPS * prefill
     head = front[0]
     if shares.is_over(head.ticket.tenant):
         for entry in front[1:]:
             if shares.is_over(entry.ticket.tenant) or key_of(entry) > furthest:
                 continue
-            engine = choose_engine(entry.ticket, engines, prices) or choose_reclaim(entry.ticket, shares)
+            engine = choose_engine(entry.ticket, shares.open_to(entry.ticket), prices)
+            engine = engine or choose_reclaim(entry.ticket, shares)
             if engine is not None:
                 return entry, engine
             head = entry
             break
-    reservation = reserve(head.ticket, engines)
+    reservation = reserve(head.ticket, shares.open_to(head.ticket))
     if reservation is None:
         return None
     for entry in front:
         if entry is head:
             continue
-        allowed = [engine for engine in engines if may_backfill(entry.ticket, engine, reservation)]
+        allowed = [
+            engine
+            for engine in shares.open_to(entry.ticket)
+            if may_backfill(entry.ticket, engine, reservation)
+        ]
         engine = choose_engine(entry.ticket, allowed, prices)
         if engine is not None:
             return entry, engine

@@ -15,12 +15,13 @@ class VictimCandidate:
     """A request that could be preempted.
 
     `pages` are the KV pages it holds, `uncached_tokens` those it would compute again on return.
-    `arrival_order` grows with arrival and must survive preemption: the guarantee of progress rests on it.
+    `share` is what its tenant is entitled to, in any unit. `arrival_order` grows with arrival and must survive
+    preemption: the guarantee of progress rests on it.
     """
 
     id: int
     tenant: str
-    weight: float
+    share: float
     pages: int
     uncached_tokens: int
     arrival_order: int
@@ -29,7 +30,7 @@ class VictimCandidate:
 def choose_victim(candidates: Sequence[VictimCandidate]) -> VictimCandidate:
     """The request to preempt for pages. Raises ValueError if there is no candidate.
 
-    It is taken from the tenant furthest over its KV share (most pages per weight), and there it is the
+    It is taken from the tenant furthest over its KV share (most pages per share), and there it is the
     request with the fewest tokens to compute again, the newest of equals.
 
     The oldest request of all is never taken while there is another one. So at any moment one request only
@@ -39,13 +40,13 @@ def choose_victim(candidates: Sequence[VictimCandidate]) -> VictimCandidate:
         raise ValueError("no candidate for preemption")
     if len(candidates) == 1:
         return candidates[0]
-    pages_per_weight: defaultdict[str, float] = defaultdict(float)
+    pages_per_share: defaultdict[str, float] = defaultdict(float)
     for candidate in candidates:
-        pages_per_weight[candidate.tenant] += candidate.pages / candidate.weight
+        pages_per_share[candidate.tenant] += candidate.pages / candidate.share
     oldest = min(candidates, key=lambda c: c.arrival_order)
     return min(
         (c for c in candidates if c is not oldest),
-        key=lambda c: (-pages_per_weight[c.tenant], c.uncached_tokens, -c.arrival_order),
+        key=lambda c: (-pages_per_share[c.tenant], c.uncached_tokens, -c.arrival_order),
     )
 
 

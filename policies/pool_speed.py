@@ -159,14 +159,18 @@ def _gap(ticket: Ticket, speed: EngineSpeed, share: float, reclaims: bool) -> fl
     peak = report.peak_kv_tokens + ticket.input_tokens + ticket.predicted_output_tokens
     missing_tokens = max(peak - pool, 0)
     missing_slots = load.sequences + ticket.sequences - report.max_num_seqs
-    if load.sequences == 0 or (missing_tokens == 0 and missing_slots <= 0 and load.has_pages(ticket)):
-        return 0.0
     own_slots, own_pages = load.held_by(ticket.tenant)
     slots = own_slots + ticket.sequences
     pages = own_pages + prompt_pages(ticket, report.page_size)
-    if reclaims and slots <= share * report.max_num_seqs and pages <= share * report.total_pages:
+    over_cap = pages - ticket.kv_share * report.total_pages if own_slots else 0.0
+    if over_cap > 0.0:
+        missing_tokens = max(missing_tokens, int(over_cap * report.page_size))
+    elif load.sequences == 0 or (missing_tokens == 0 and missing_slots <= 0 and load.has_pages(ticket)):
+        return 0.0
+    page_share = min(share, ticket.kv_share)
+    if reclaims and slots <= share * report.max_num_seqs and pages <= page_share * report.total_pages:
         return PREFILL_BUFFER_STEPS * speed.step_seconds  # by right: somebody over their share is preempted
     # Slots and pages come free evenly over a turnover; the tenant can count on its own ones alone.
     by_slots = max(missing_slots, 1) / max(own_slots, 1)
-    by_tokens = missing_tokens / (share * pool)
+    by_tokens = missing_tokens / (page_share * pool)
     return speed.turnover_seconds * max(by_slots, by_tokens)

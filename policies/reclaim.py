@@ -7,9 +7,12 @@ without a promise to give it back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
-from policies.engine_load import EngineLoad, room_to_enter
+from policies.engine_load import EngineLoad, prompt_pages, room_to_enter
+from policies.engine_shares import kv_unit
+from policies.tenant_account import TenantAccount
 from policies.tickets import Ticket
 
 RECLAIM_SEQUENCES = 2
@@ -46,37 +49,64 @@ class _Holdings:
 
     def _spare_of(self, tenant: str, held: int) -> int:
         # Each gives whole slots: fractions of many tenants make none.
-        over = int(self._pool.get(tenant, 0) - self._fraction_of(tenant) * self.total)
-        return min(held, over) if over > 0 else 0
+        over = self._pool.get(tenant, 0) - self.share(tenant)
+        return min(held, int(over)) if over > 0 else 0
 
 
 class PoolShares:
-    """Who holds how much of the engines that take grants, and how much each tenant's share is.
+    """Who holds how much of the engines that take grants, and how much each tenant's share and cap are.
 
-    `weight_of` gives the weight of every tenant that is live or waiting, `total_weight` their sum. Holds until a
-    report comes, a grant is given or settled, or a tenant joins or leaves.
+    `account_of` gives every tenant that is live or waiting, `total_weight` and `total_kv_share` are their sums. Caps on
+    pages bind while more than one tenant waits. Holds until a report comes, a grant is given or settled, or a tenant
+    joins or leaves.
     """
 
     def __init__(
-        self, engines: Iterable[EngineLoad], weight_of: Callable[[str], float], total_weight: float
+        self,
+        engines: Iterable[EngineLoad],
+        account_of: Callable[[str], TenantAccount],
+        *,
+        total_weight: float,
+        total_kv_share: float,
+        caps_bind: bool,
     ) -> None:
         self.engines = [engine for engine in engines if not engine.report.draining]
-        self._weight_of = weight_of
+        self._account_of = account_of
         self._total_weight = total_weight
+        self._kv_unit = kv_unit(total_kv_share)
+        self._caps_bind = caps_bind
         self.slots = _Holdings(
             sum(engine.report.max_num_seqs for engine in self.engines),
             {engine.report.engine: engine.tenant_sequences() for engine in self.engines},
             self.fraction_of,
         )
+        total_pages = sum(engine.report.total_pages for engine in self.engines)
+        pages = {engine.report.engine: engine.tenant_pages() for engine in self.engines}
         self.pages = _Holdings(
-            sum(engine.report.total_pages for engine in self.engines),
-            {engine.report.engine: engine.tenant_pages() for engine in self.engines},
-            self.fraction_of,
+            total_pages, pages, lambda tenant: min(self.fraction_of(tenant), self._cap_of(tenant))
         )
+        self.capped_pages = _Holdings(total_pages, pages, self._cap_of)
 
     def fraction_of(self, tenant: str) -> float:
-        """The tenant's part of the pool, in (0, 1]."""
-        return self._weight_of(tenant) / self._total_weight
+        """The tenant's part of the pool by weight, in (0, 1]."""
+        return self._account_of(tenant).weight / self._total_weight
+
+    def _cap_of(self, tenant: str) -> float:
+        share = self._account_of(tenant).kv_share
+        return math.inf if share >= 1.0 else share * self._kv_unit
+
+    def open_to(self, ticket: Ticket) -> list[EngineLoad]:
+        """The engines where the ticket does not lift its tenant over its cap. The only one there is bound by none."""
+        if ticket.kv_share >= 1.0 or not self._caps_bind:
+            return self.engines
+        cap = self._cap_of(ticket.tenant)
+        allowed = []
+        for engine in self.engines:
+            sequences, held = engine.held_by(ticket.tenant)
+            pages = held + prompt_pages(ticket, engine.report.page_size)
+            if not sequences or pages <= cap * engine.report.total_pages:
+                allowed.append(engine)
+        return allowed
 
     def is_over(self, tenant: str) -> bool:
         """The tenant shares the pool with others and holds its part of the slots, or of the pages, or more."""
@@ -98,7 +128,7 @@ def choose_reclaim(ticket: Ticket, shares: PoolShares) -> EngineLoad | None:
     otherwise two tenants would take the same place from each other for ever.
     """
     candidates: list[tuple[int, float, EngineLoad]] = []
-    for engine in shares.engines:
+    for engine in shares.open_to(ticket):
         over = _room_by_right(ticket, engine, shares)
         if over is None:
             continue
@@ -116,16 +146,22 @@ def _room_by_right(ticket: Ticket, engine: EngineLoad, shares: PoolShares) -> in
     """What others hold over their share of the resource that is short, 0 if none is; None without a right."""
     slots, pages = room_to_enter(ticket, engine.report)
     over = 0
-    for asked, free, holdings in (
-        (slots, engine.report.max_num_seqs - engine.sequences, shares.slots),
-        (pages, engine.free_pages, shares.pages),
+    for asked, free, entitlements in (
+        (slots, engine.report.max_num_seqs - engine.sequences, (shares.slots,)),
+        (pages, engine.free_pages, (shares.pages, shares.capped_pages)),
     ):
         if asked <= free:
             continue
-        own = holdings.of(ticket.tenant)
-        if own > 0 and own + asked > holdings.share(ticket.tenant):
-            return None
-        over = holdings.over_share(ticket.tenant, engine.report.engine)
+        rooms = [_over_share(ticket.tenant, engine.report.engine, asked, held) for held in entitlements]
+        over = max(rooms)
         if over < min(asked, asked - free):
             return None
     return over
+
+
+def _over_share(tenant: str, engine: str, asked: int, holdings: _Holdings) -> int:
+    """What others could give up for a tenant that stays within its share with what it asks for; else -1."""
+    own = holdings.of(tenant)
+    if own > 0 and own + asked > holdings.share(tenant):
+        return -1
+    return holdings.over_share(tenant, engine)

@@ -42,6 +42,7 @@ class TenantAccount:
     name: str
     number: int
     weight: float = 1.0
+    kv_share: float = 1.0
     served: float = 0.0
     counter: float = 0.0
     outstanding: float = 0.0

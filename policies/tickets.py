@@ -23,7 +23,8 @@ class Ticket:
     `remaining_ttft_ms` is left until the first token must be out, `remaining_deadline_ms` until the last one; each of
     them asks for a promise. `demotable`: where none can be given, the request goes on as batch work instead of being
     refused; the fair queue then marks it `demoted`. `output_tokens_bound` is what the longest sequence hardly exceeds
-    (a high quantile), for the deadline of the last token.
+    (a high quantile), for the deadline of the last token. `kv_share`, in (0, 1], is the part of an engine's KV pages
+    that the tenant may hold while another one waits.
     """
 
     request: str
@@ -41,6 +42,7 @@ class Ticket:
     demoted: bool = False
     output_tokens_bound: int = 0
     age_ms: float = 0.0
+    kv_share: float = 1.0
     page_hashes: tuple[int, ...] = ()
 
 

@@ -54,6 +54,7 @@ def request(
     *,
     tenant: str = "a",
     weight: float = 1.0,
+    kv_share: float = 1.0,
     stop: int | None = None,
     predicted: int = 64,
 ) -> EngineRequest:
@@ -64,6 +65,7 @@ def request(
         tenant=tenant,
         namespace=tenant,
         weight=weight,
+        kv_share=kv_share,
         prompt_token_ids=prompt,
         predicted_output_tokens=predicted,
         sampling=SamplingParams(max_tokens, temperature=0.0, stop_token_ids=() if stop is None else (stop,)),

@@ -314,3 +314,50 @@ def test_every_request_ends_whoever_comes_and_goes(seed: int, caching: bool) -> 
     scheduler.cache.check_idle()
     for name, (prompt, count) in prompts.items():
         assert answers[name] == expected(prompt, count)
+
+
+def test_a_cap_on_pages_binds_while_another_tenant_waits_and_not_before() -> None:
+    scheduler, runner = make(num_pages=41, max_num_seqs=16)
+    for i in range(12):
+        scheduler.submit(request(f"a{i}", [i + 1] * 40, 50, tenant="a", kv_share=0.25, predicted=50), 0.0)
+    run_steps(scheduler, runner, 45)
+    assert scheduler.state.tenant_pages()["a"] > 30, "nobody else is there: it borrows"
+    for i in range(12):
+        scheduler.submit(request(f"b{i}", [i + 20] * 40, 50, tenant="b", predicted=50), 0.0)
+    held: list[int] = []
+    while scheduler._live.tenants.get("b") and scheduler._live.tenants["b"].waiting:
+        run_steps(scheduler, runner, 1)
+        held.append(scheduler.state.tenant_pages().get("a", 0))
+    # Requests are started within the cap of 10 pages; what they grow by is taken back only when b lacks it.
+    assert max(held) <= 12
+    assert scheduler.preemptions > 0
+    answers = drain(scheduler, runner)
+    assert scheduler.served == {"a": 12 * (40 + 2 * 50), "b": 12 * (40 + 2 * 50)}
+    assert answers
+
+
+def test_two_capped_tenants_share_what_no_cap_may_use() -> None:
+    scheduler, runner = make(num_pages=41, max_num_seqs=16)
+    for i in range(8):
+        for tenant in "ab":
+            scheduler.submit(
+                request(f"{tenant}{i}", [i + 1] * 20, 40, tenant=tenant, kv_share=0.1, predicted=40), 0.0
+            )
+    run_steps(scheduler, runner, 30)
+    pages = scheduler.state.tenant_pages()
+    assert pages["a"] + pages["b"] >= 24 and abs(pages["a"] - pages["b"]) <= 4
+    drain(scheduler, runner)
+
+
+def test_a_request_larger_than_its_tenants_cap_runs_alone_among_its_own() -> None:
+    scheduler, runner = make(num_pages=41, max_num_seqs=16)
+    for i in range(3):
+        scheduler.submit(request(f"a{i}", [i + 1] * 300, 4, tenant="a", kv_share=0.1, predicted=4), 0.0)
+        scheduler.submit(request(f"b{i}", [i + 9] * 100, 40, tenant="b", predicted=40), 0.0)
+    most = 0
+    while scheduler.has_work:
+        step(scheduler, runner)
+        others_wait = bool(scheduler._live.tenants.get("b") and scheduler._live.tenants["b"].waiting)
+        most = max(most, running(scheduler).get("a", 0) if others_wait else 0)
+    assert most == 1
+    assert scheduler.served == {"a": 3 * (300 + 2 * 4), "b": 3 * (100 + 2 * 40)}

@@ -57,6 +57,35 @@ def test_weights_must_be_positive() -> None:
         shares(a=TenantUse(0.0, 1, 1))
 
 
+def test_a_tenant_at_its_cap_is_passed_over_while_another_one_waits() -> None:
+    capped = TenantUse(4.0, 1, 18, head_order=1, head_pages=4, kv_share=0.25)
+    other = TenantUse(1.0, 3, 30, head_order=2, head_pages=20)
+    assert shares(a=capped, b=other).next_waiting() == "b", "22 of 80 pages would be more than a quarter"
+    assert shares(a=replace(capped, head_pages=2), b=other).next_waiting() == "a"
+    assert shares(a=replace(capped, running=0, pages=0, head_pages=70), b=other).next_waiting() == "a"
+    assert shares(a=capped, b=replace(other, head_order=None)).next_waiting() == "a", "nobody else waits"
+    assert shares(a=capped, b=replace(other, kv_share=0.8, pages=60)).next_waiting() is None
+
+
+def test_caps_of_the_live_tenants_are_raised_until_they_make_up_the_whole() -> None:
+    half = TenantUse(1.0, 1, 10, kv_share=0.2)
+    assert shares(a=half, b=half).page_cap("a") == 40
+    assert shares(a=half, b=replace(half, kv_share=0.6)).page_cap("b") == 60
+    assert shares(a=half, b=TenantUse(1.0, 1, 10)).page_cap("a") == 16
+    assert shares(a=half, b=TenantUse(1.0, 1, 10)).page_share("b") == 40, "what b is entitled to is by weight"
+    assert shares(a=half, b=TenantUse(1.0, 1, 10)).page_share("a") == 16, "and for a no more than its cap"
+
+
+def test_pages_beyond_a_cap_are_taken_back_for_a_tenant_below_its_own() -> None:
+    capped = TenantUse(1.0, 5, 50, kv_share=0.25)
+    other = TenantUse(1.0, 5, 38, head_order=2, head_pages=10)
+    assert shares(a=capped, b=other).reclaim_from("b", slot=False) == "a"
+    assert shares(a=capped, b=other).reclaim_from("b", slot=True) is None, "b has its half of the slots"
+    assert shares(a=replace(capped, pages=20), b=other).reclaim_from("b", slot=False) is None
+    both = {"a": replace(capped, kv_share=0.5), "b": replace(other, kv_share=0.5)}
+    assert shares(**both).reclaim_from("b", slot=False) is None, "48 of 80 pages are more than its own cap"
+
+
 uses = st.builds(
     TenantUse,
     weight=st.sampled_from([0.5, 1.0, 4.0]),
@@ -64,6 +93,7 @@ uses = st.builds(
     pages=st.integers(0, 80),
     head_order=st.none() | st.integers(0, 99),
     head_pages=st.integers(1, 80),
+    kv_share=st.sampled_from([1.0, 0.25, 0.6]),
 )
 
 

@@ -53,7 +53,8 @@ class FairQueueMachine(RuleBasedStateMachine):
     @rule(
         number=REQUESTS,
         attempt=st.integers(0, 2),
-        weight=st.sampled_from([0.5, 1.0, 4.0]),
+        weight=st.sampled_from([0.5, 1.0, 4.0, 1e-6, 1e12]),
+        kv_share=st.sampled_from([1.0, 0.1, 0.6]),
         sequences=st.integers(1, 3),
         service_class=st.sampled_from(["interactive", "default", "batch"]),
         deadline=st.none() | st.floats(-100.0, 9000.0),
@@ -65,6 +66,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         number: int,
         attempt: int,
         weight: float,
+        kv_share: float,
         sequences: int,
         service_class: ServiceClass,
         deadline: float | None,
@@ -84,6 +86,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             remaining_deadline_ms=deadline,
             demotable=demotable,
             age_ms=age,
+            kv_share=kv_share,
             page_hashes=(number % 4, number % 5),
         )
         known = self.waiting.get(request)
@@ -338,8 +341,10 @@ class FairQueueMachine(RuleBasedStateMachine):
         tokens = sum(ticket.input_tokens for ticket in self.waiting.values())
         assert queue._queued_tokens == sum(tenant.queued_tokens for tenant in tenants) == tokens
         assert tokens <= MAX_TOKENS
-        weight = sum(tenant.weight for tenant in tenants if tenant.queued)
-        assert math.isclose(queue._waiting_weight, weight, abs_tol=1e-6)
+        waiting = [tenant for tenant in tenants if tenant.queued]
+        assert queue._waiting.count == len(waiting)
+        assert queue._waiting.weight == math.fsum(tenant.weight for tenant in waiting)
+        assert queue._waiting.kv_share == math.fsum(tenant.kv_share for tenant in waiting)
 
     @invariant()
     def the_order_offers_what_waits_and_each_ticket_once(self) -> None:
@@ -358,7 +363,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.steps["e0"] += 1
         report = self.make_report("e0")
         self.queue.observe_report(
-            replace(report, max_num_seqs=10**6, max_num_batched_tokens=10**6, free_pages=10**6)
+            replace(report, max_num_seqs=10**6, max_num_batched_tokens=10**6, free_pages=10**6, total_pages=10**7)
         )
         granted: dict[str, int] = {}
         while (grant := self.queue.next_grant(self.now)) is not None:

@@ -13,7 +13,7 @@ CANDIDATES = st.lists(
         VictimCandidate,
         id=st.just(0),
         tenant=st.sampled_from("abc"),
-        weight=st.sampled_from([0.5, 1.0, 4.0]),
+        share=st.sampled_from([0.5, 1.0, 4.0]),
         pages=st.integers(0, 50),
         uncached_tokens=st.integers(0, 500),
         arrival_order=st.integers(0, 10**6),
@@ -25,18 +25,18 @@ CANDIDATES = st.lists(
 
 
 def candidate(order: int, tenant: str = "a", **changes: float) -> VictimCandidate:
-    fields = {"weight": 1.0, "pages": 10, "uncached_tokens": 100} | changes
+    fields = {"share": 1.0, "pages": 10, "uncached_tokens": 100} | changes
     return VictimCandidate(id=order, tenant=tenant, arrival_order=order, **fields)  # type: ignore[arg-type]
 
 
 def test_the_tenant_furthest_over_its_share_gives_way() -> None:
     candidates = [
         candidate(0, "a", pages=30),
-        candidate(1, "b", weight=4.0, pages=60),
+        candidate(1, "b", share=4.0, pages=60),
         candidate(2, "a", pages=5),
-        candidate(3, "b", weight=4.0, pages=40),
+        candidate(3, "b", share=4.0, pages=40),
     ]
-    # a holds 35 pages per weight, b 25, though b holds more pages.
+    # a holds 35 pages per share, b 25, though b holds more pages.
     assert choose_victim(candidates).id == 2
 
 

@@ -167,3 +167,48 @@ def test_a_draining_engine_is_not_reclaimed(draining: bool) -> None:
     queue = make_queue(full({"a": SLOTS}, draining=draining))
     ask(queue, "b", 1)
     assert granted(queue) == ([] if draining else ["b"])
+
+
+def test_a_tenant_at_its_cap_on_pages_is_passed_over_while_another_one_waits() -> None:
+    held = {"free_pages": 700, "tenant_pages": {"a": 240, "b": 60}}
+    queue = make_queue(full({"a": 1, "b": 1}, outstanding={"b": 9000.0}, **held))
+    ask(queue, "a", 1, input_tokens=16 * 40, kv_share=0.25)
+    assert granted(queue) == ["a"], "nobody else waits"
+    queue = make_queue(full({"a": 1, "b": 1}, outstanding={"b": 9000.0}, **held))
+    ask(queue, "a", 2, input_tokens=16 * 40, kv_share=0.25)
+    ask(queue, "b", 2, input_tokens=16 * 40)
+    assert granted(queue)[0] == "b", "a is due, and would hold 281 of 1000 pages"
+    queue = make_queue(full({"b": 1}, free_pages=940, outstanding={"b": 9000.0}, tenant_pages={"b": 60}))
+    ask(queue, "a", 2, input_tokens=16 * 300, kv_share=0.25)
+    ask(queue, "b", 2, input_tokens=16 * 40)
+    assert granted(queue)[:2] == ["a", "b"], "its only request is bound by no cap"
+
+
+def test_many_tenants_at_their_caps_hide_nobody() -> None:
+    capped = {f"a{i}": 60 for i in range(16)}
+    queue = make_queue(full(dict.fromkeys(capped, 1), max_num_seqs=64, free_pages=40, tenant_pages=capped))
+    for tenant in capped:
+        queue.push(Ticket(tenant, 0, tenant, 1.0, 16 * 20, 5, kv_share=0.0625), 0.0)
+    queue.push(Ticket("z", 0, "z", 1.0, 16 * 20, 5), 0.0)
+    assert granted(queue) == ["z"]
+
+
+def test_pages_beyond_a_cap_come_back_to_a_tenant_that_has_its_share_by_weight() -> None:
+    held = {"free_pages": 0, "tenant_pages": {"a": 400, "b": 600}}
+    queue = make_queue(full({"a": 2, "b": 2}, **held))
+    ask(queue, "b", 1, input_tokens=16 * 40)
+    assert granted(queue) == [], "by weight it has more than its half"
+    queue = make_queue(full({"a": 2, "b": 2}, outstanding={"a": 9000.0}, **held))
+    ask(queue, "a", 1, input_tokens=16, kv_share=0.25)
+    ask(queue, "b", 1, input_tokens=16 * 40)
+    assert granted(queue) == ["b"]
+
+
+def test_a_tiny_weight_is_not_lost_beside_a_huge_one() -> None:
+    queue = make_queue(full({"c": SLOTS}))
+    ask(queue, "a", 1, weight=1e-6)
+    queue.push(Ticket("huge", 0, "b", 1e15, 10, 5), 0.0)
+    queue.withdraw("huge", 0)
+    assert granted(queue) == [], "c, of weight 1, has all slots, and a no right to one"
+    queue.observe_report(full({}, step=1))
+    assert granted(queue) == ["a"]
