@@ -36,9 +36,10 @@ def simulate(
     prefill_first: bool = False,
     step_control: bool = True,
     waiting_timeout_s: float | None = None,
+    locality_window: float = 0.0,
 ) -> Run:
     """Run a scenario on `engines` equal engines. The queue has no caps: what a policy does with a flood is seen.
-    Without `step_control` the model's limits stand as they are.
+    Without `step_control` the model's limits stand as they are. `locality_window` is in priced tokens per weight.
 
     Raises ValueError if a request of the scenario can never run on such an engine.
     """
@@ -56,9 +57,20 @@ def simulate(
         _engine(f"engine-{index}", model, config, last_positions, step_control) for index in range(engines)
     ]
     queue = FairQueue(
-        queue_epoch=1, policy=policy, max_queued_requests=_NO_CAP, max_queued_per_tenant=_NO_CAP
+        queue_epoch=1,
+        policy=policy,
+        max_queued_requests=_NO_CAP,
+        max_queued_per_tenant=_NO_CAP,
+        locality_window=locality_window,
     )
-    return Simulation(scenario, queue, pool, last_positions, waiting_timeout_s=waiting_timeout_s).run()
+    return Simulation(
+        scenario,
+        queue,
+        pool,
+        last_positions,
+        waiting_timeout_s=waiting_timeout_s,
+        locality_window=locality_window,
+    ).run()
 
 
 def _engine(

@@ -62,6 +62,20 @@ def simulate(
     slo_tpot_ms: Annotated[
         float | None, typer.Option(help="Target of every request: mean time per further token.", min=1)
     ] = None,
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the KV pages that each tenant may hold while others wait.", min=0.001, max=1
+        ),
+    ] = None,
+    locality_window: Annotated[
+        float,
+        typer.Option(help="How far, in tokens of service, a cached prefix may go before its turn.", min=0),
+    ] = 0.0,
+    to_completion: Annotated[
+        bool,
+        typer.Option("--to-completion", help="Run until every request has ended, also where others end."),
+    ] = False,
     list_scenarios: Annotated[bool, typer.Option("--list", help="List the scenarios by name.")] = False,
 ) -> None:
     """Run a scenario on the product's own fair queue and scheduler, in virtual time over a cost model."""
@@ -91,8 +105,12 @@ def simulate(
         if plot is not None:
             check_plot(plot)
         chosen = _scenario(scenario, seed, speed, limit, tenants)
+        if to_completion:
+            chosen = replace(chosen, horizon_s=None)
         targets = {"slo_ttft_s": slo_ttft_ms, "slo_tpot_s": slo_tpot_ms}
         given: dict[str, Any] = {name: value / 1e3 for name, value in targets.items() if value is not None}
+        if kv_share is not None:
+            given["kv_share"] = kv_share
         chosen = replace(chosen, requests=tuple(replace(request, **given) for request in chosen.requests))
         try:
             run = run_simulation(
@@ -105,6 +123,7 @@ def simulate(
                 prefill_first=prefill_first,
                 step_control=step_control,
                 waiting_timeout_s=waiting_timeout_s,
+                locality_window=locality_window,
             )
         except ValueError as error:
             raise BenchmarkError(str(error)) from None

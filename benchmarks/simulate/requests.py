@@ -20,6 +20,7 @@ class SimulatedRequest:
     output token after it, and time to the last token. None: the request has none of that kind.
     `prefix_blocks` name the blocks of PREFIX_BLOCK_TOKENS tokens that the prompt consists of: equal ids, equal
     tokens. Without them no two prompts share a prefix. The client gives up `cancel_after_s` after its arrival.
+    `kv_share`, in (0, 1], is the part of an engine's KV pages that the tenant may hold while another one waits.
     """
 
     arrival_s: float
@@ -33,6 +34,7 @@ class SimulatedRequest:
     slo_deadline_s: float | None = None
     cancel_after_s: float | None = None
     prefix_blocks: tuple[int, ...] = ()
+    kv_share: float = 1.0
 
     @property
     def has_targets(self) -> bool:

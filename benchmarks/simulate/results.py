@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.simulate.simulation import RequestOutcome, Run
 from engine_actor.executor import PAGE_SIZE
+from policies.engine_shares import kv_unit
 from policies.queue_order import INTERACTIVE_LEAD
 from policies.service import DEFAULT_PRICES
 
@@ -20,13 +21,15 @@ def results(policy: str, run: Run) -> dict[str, Any]:
     """Plain data for JSON. Times in seconds; a figure that does not exist is None.
 
     `total_tokens_per_s` counts input tokens, computed for the first time or found in the cache, and output tokens.
-    `attainment_*` is the share of requests with targets that met them all, over those offered (refused, cancelled and
-    unfinished ones are misses) and over those granted entry. `goodput` is requests per second that completed within
-    the targets they had, if any.
+    `decode_batch_mean` and `kv_utilization_mean` are means over the time in which engines compute, `busy` is the share
+    of that time: an order that costs throughput shows there. `attainment_*` is the share of requests with targets that
+    met them all, over those offered (refused, cancelled and unfinished ones are misses) and over those granted entry.
+    `goodput` is requests per second that completed within the targets they had, if any.
     """
     outcomes = run.outcomes
     schedulers = [engine.scheduler for engine in run.engines]
     cached = sum(scheduler.service.cached_tokens for scheduler in schedulers)
+    busy = sum(engine.busy_seconds for engine in run.engines)
     computed = sum(scheduler.service.computed_tokens for scheduler in schedulers)
     targeted = [outcome for outcome in outcomes if outcome.request.has_targets]
     admitted = [outcome for outcome in targeted if outcome.admitted]
@@ -39,6 +42,11 @@ def results(policy: str, run: Run) -> dict[str, Any]:
         "seconds": _round(run.seconds),
         "total_tokens_per_s": _round((cached + computed + run.output_tokens) / run.seconds),
         "output_tokens_per_s": _round(run.output_tokens / run.seconds),
+        "busy": _round(busy / run.seconds / len(run.engines)),
+        "decode_batch_mean": _round(sum(engine.decode_row_seconds for engine in run.engines) / busy),
+        "kv_utilization_mean": _round(
+            sum(engine.page_seconds / engine.scheduler.cache.total for engine in run.engines) / busy
+        ),
         "service_gap_bound": _round(service_gap_bound(run)),
         "service_gap_max": _round(run.gap.max),
         "service_gap_mean": _round(run.gap.mean),
@@ -70,18 +78,37 @@ def service_gap_bound(run: Run) -> float:
     """Most by which the service of two tenants backlogged over the same time may differ, per unit of weight.
 
     2 * max(w_in * chunk, w_out * M) over the smallest weight, summed over the engines (Sheng et al., OSDI'24, section
-    4.1, with prompts charged by the chunk). M is the KV pool in tokens: what one tenant can have in flight. Where
-    interactive requests wait beside others, twice their lead is added.
+    4.1, with prompts charged by the chunk). M is what one tenant can have in flight, in tokens: the KV pool, or its cap
+    while others wait, though at least its longest request. With caps two steps' service is added, in which pages beyond
+    them are taken back. The locality window is added twice; where interactive requests wait beside others, so is
+    their lead.
     """
-    classes = {outcome.request.service_class for outcome in run.outcomes}
+    requests = [outcome.request for outcome in run.outcomes]
+    classes = {request.service_class for request in requests}
     lead = 2.0 * INTERACTIVE_LEAD if classes >= {"interactive", "default"} else 0.0
-    smallest = min(outcome.request.weight for outcome in run.outcomes)
+    smallest = min(request.weight for request in requests)
+    cap = _largest_cap({request.tenant: request.kv_share for request in requests})
+    longest = max(request.input_tokens + request.output_tokens for request in requests)
     bound = 0.0
     for engine in run.engines:
-        chunk = DEFAULT_PRICES.cost(computed_input=engine.scheduler.config.prefill_chunk_size)
-        pool = DEFAULT_PRICES.cost(output=engine.scheduler.cache.total * PAGE_SIZE)
-        bound += 2.0 * max(chunk, pool)
-    return bound / smallest + lead
+        config, pool = engine.scheduler.config, engine.scheduler.cache.total * PAGE_SIZE
+        chunk = DEFAULT_PRICES.cost(computed_input=config.prefill_chunk_size)
+        in_flight = min(pool, max(cap * pool, longest))
+        bound += 2.0 * max(chunk, DEFAULT_PRICES.cost(output=int(in_flight)))
+        if in_flight < pool:
+            bound += 2.0 * DEFAULT_PRICES.cost(
+                computed_input=config.max_num_batched_tokens, output=config.max_num_seqs
+            )
+    return bound / smallest + lead + 2.0 * run.locality_window
+
+
+def _largest_cap(kv_shares: dict[str, float]) -> float:
+    """The largest part of the pages that a tenant may hold while one other is backlogged too."""
+    shares = sorted(kv_shares.values())
+    if len(shares) < 2:
+        return 1.0
+    # The cap is raised most beside the least other one.
+    return max(share * kv_unit(share + shares[1 if index == 0 else 0]) for index, share in enumerate(shares))
 
 
 def meets_targets(outcome: RequestOutcome) -> bool:

@@ -21,7 +21,7 @@ from engine_actor.report import engine_report
 from engine_actor.request import EngineRequest, SamplingParams, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.step import StepRecord
-from engine_actor.step_control import StepControl
+from engine_actor.step_control import StepControl, step_features
 from policies.fair_queue import FairQueue
 from policies.output_length import OutputLengthPredictor
 from policies.page_hashes import page_hashes
@@ -76,18 +76,31 @@ class SimulatedEngine:
     runner: CostModelRunner
     in_flight: StepRecord | None = None
     accepted: list[tuple[str, int]] = field(default_factory=list)
-    stalled: int = 0
+    busy_seconds: float = 0.0
+    decode_row_seconds: float = 0.0
+    page_seconds: float = 0.0
+
+    def observe(self, record: StepRecord, seconds: float) -> None:
+        """Count a step: how long, with how many decode rows and KV pages in use."""
+        cache = self.scheduler.cache
+        self.busy_seconds += seconds
+        self.decode_row_seconds += seconds * step_features(record).decode_rows
+        self.page_seconds += seconds * (cache.total - cache.available)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run. `seconds` is its end: the last token, or the scenario's horizon."""
+    """One finished run. `seconds` is its end: the last token, or the scenario's horizon.
+
+    `locality_window` is the fair queue's, in priced tokens per weight.
+    """
 
     outcomes: list[RequestOutcome]
     engines: list[SimulatedEngine]
     gap: ServiceGapMeter
     seconds: float
     output_tokens: int
+    locality_window: float = 0.0
 
 
 class Simulation:
@@ -104,12 +117,14 @@ class Simulation:
         last_positions: dict[int, int],
         *,
         waiting_timeout_s: float | None = None,
+        locality_window: float = 0.0,
     ) -> None:
         self._scenario = scenario
         self._queue = queue
         self._engines = {engine.name: engine for engine in engines}
         self._last_positions = last_positions
         self._waiting_timeout_s = waiting_timeout_s
+        self._locality_window = locality_window
         self._predictor = OutputLengthPredictor()
         self._outcomes = [RequestOutcome(request) for request in scenario.requests]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -139,7 +154,14 @@ class Simulation:
                 break
             action(now)
         seconds = self._last_token_at if horizon is None else horizon
-        return Run(self._outcomes, list(self._engines.values()), self._gap, seconds, self._output_tokens)
+        return Run(
+            self._outcomes,
+            list(self._engines.values()),
+            self._gap,
+            seconds,
+            self._output_tokens,
+            self._locality_window,
+        )
 
     def _at(self, time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), action))
@@ -160,6 +182,7 @@ class Simulation:
             remaining_deadline_ms=_milliseconds(request.slo_deadline_s),
             output_tokens_bound=self._predictor.quantile(request.tenant, MAX_TOKENS),
             page_hashes=self._page_hashes(index),
+            kv_share=request.kv_share,
         )
         refusal = self._queue.push(ticket, now)
         if refusal is not None:
@@ -203,6 +226,7 @@ class Simulation:
                 ),
                 namespace=request.tenant,
                 weight=request.weight,
+                kv_share=request.kv_share,
                 predicted_output_tokens=self._predictor.predict(request.tenant, MAX_TOKENS),
                 queue_epoch=grant.queue_epoch,
                 tpot_ms=_milliseconds(request.slo_tpot_s),
@@ -276,6 +300,7 @@ class Simulation:
 
         def end(now: float) -> None:
             engine.in_flight = None
+            engine.observe(record, result.model_seconds)
             rows = engine.scheduler.commit(record, result, now)
             engine.control.observe(record, rows, result.model_seconds)
             self._take_rows(rows, now)

@@ -36,6 +36,7 @@ class TraceRow(BaseModel):
     slo_tpot_ms: _Seconds | None = None
     slo_deadline_ms: _Seconds | None = None
     cancel_after_ms: _Seconds | None = None
+    kv_share: float = Field(1.0, gt=0, le=1)
     hash_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 21)], ...] = ()
 
     def request(self) -> SimulatedRequest:
@@ -51,6 +52,7 @@ class TraceRow(BaseModel):
             slo_deadline_s=_seconds(self.slo_deadline_ms),
             cancel_after_s=_seconds(self.cancel_after_ms),
             prefix_blocks=self.hash_ids,
+            kv_share=self.kv_share,
         )
 
 

@@ -363,7 +363,9 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.steps["e0"] += 1
         report = self.make_report("e0")
         self.queue.observe_report(
-            replace(report, max_num_seqs=10**6, max_num_batched_tokens=10**6, free_pages=10**6, total_pages=10**7)
+            replace(
+                report, max_num_seqs=10**6, max_num_batched_tokens=10**6, free_pages=10**6, total_pages=10**7
+            )
         )
         granted: dict[str, int] = {}
         while (grant := self.queue.next_grant(self.now)) is not None:
