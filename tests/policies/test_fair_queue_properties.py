@@ -359,7 +359,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.queue.forget_engine("e1")
-        self.now += 1e6  # past every rate limit
+        self.now += 1e9  # past every rate limit
         self.steps["e0"] += 1
         report = self.make_report("e0")
         self.queue.observe_report(
@@ -371,6 +371,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         while (grant := self.queue.next_grant(self.now)) is not None:
             assert grant.request not in granted
             granted[grant.request] = grant.attempt
+            self.now += 1e9
         assert granted == {request: ticket.attempt for request, ticket in self.waiting.items()}
 
 
