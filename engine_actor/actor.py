@@ -337,7 +337,11 @@ class EngineActor:
 
     async def stats(self) -> EngineStatsSnapshot:
         """Counters for metrics."""
-        snapshot = self._stats.snapshot(time.monotonic())
+        snapshot = replace(
+            self._stats.snapshot(time.monotonic()),
+            live_requests=len(self._gateway_of),
+            tasks=len(asyncio.all_tasks()),
+        )
         scheduler = self._scheduler
         return snapshot if scheduler is None else replace(snapshot, prefix=scheduler.state.prefix_counters())
 

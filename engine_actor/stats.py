@@ -111,6 +111,10 @@ class EngineStatsSnapshot:
     """Requests ended because the model returned logits that are not finite."""
     prefix: dict[str, PrefixCounters] = field(default_factory=dict)
     """By tenant. Pages of a namespace that several tenants share are counted for the tenant ""."""
+    live_requests: int = 0
+    """Those that the actor answers for: a gateway has not had their last row."""
+    tasks: int = 0
+    """Of the actor's event loop."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -128,6 +128,11 @@ class GatewayApp:
     def _gateways(self) -> int:
         return 1 if self.quota is None else self.quota.gateways or 1
 
+    @property
+    def live_requests(self) -> int:
+        """Requests that have been read and not been settled."""
+        return len(self._live) + len(self._background)
+
     async def close(self) -> None:
         """Let background endings finish, then stop everything."""
         self._renewal.cancel()

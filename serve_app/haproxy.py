@@ -7,7 +7,8 @@ it is given a script for a binary, which edits the file each time before it hand
 - no spliced requests, with which HAProxy 2.8 does not notice that a client has left before its answer;
 - errors of HAProxy's own, and whatever Ray says in plain text, are the API's error object;
 - while there is no application (before the start and while stopping) 503 with Retry-After, not 404;
-- Ray's own routes below `/-/` do not exist on the public port;
+- Ray's own routes below `/-/` do not exist on the public port, nor do its headers: it fails on some of their values;
+- a client's `X-Request-Id` is passed on if it is printable ASCII, and nothing is upgraded to another protocol;
 - a client has a bounded time for its header block, and the block a bounded size;
 - who calls is added to X-Forwarded-For: the gateway sees HAProxy alone.
 """
@@ -31,6 +32,16 @@ MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADER_FIELDS = 100
 BUFFER_BYTES = 32 * 1024
 """HAProxy answers a header block above this by itself, in HTML."""
+MAX_REQUEST_ID_CHARACTERS = 128
+
+_OF_RAY = (
+    "x-request-timeout-seconds",
+    "x-request-disconnect-disabled",
+    "x-session-id",
+    "x-serve-router- -m beg",
+    "^serve[-_]multiplexed[-_]model[-_]id$ -m reg",
+)
+"""Headers that Ray reads of a request, as `del-header` names them."""
 
 _REASONS = {
     400: "Bad Request",
@@ -83,6 +94,12 @@ def write_edits(root: Path, ports: tuple[str, str]) -> Path:
     (directory / "defaults").write_text("\n".join(defaults) + "\n")
     (directory / "frontend").write_text(
         "    http-request deny deny_status 404 if { path,url_dec -m beg /-/ }\n"
+        "    http-request deny deny_status 400 unless { path -m beg / }\n"
+        + "".join(
+            f"    http-request del-header {header}\n" for header in (*_OF_RAY, "upgrade", "http2-settings")
+        )
+        + f"    acl one_name req.fhdr(x-request-id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARACTERS}}}$'\n"
+        "    http-request del-header x-request-id unless one_name { req.fhdr_cnt(x-request-id) eq 1 }\n"
         f"    acl long_head req.hdrs,length gt {MAX_HEADER_BYTES}\n"
         f"    acl long_head req.fhdr_cnt gt {MAX_HEADER_FIELDS}\n"
         f"    http-request return status 431 content-type application/json file {too_large} if long_head\n"

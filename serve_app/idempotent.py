@@ -25,9 +25,12 @@ _ASK_AGAIN_SECONDS = 0.1
 
 def idempotency_key(connection: Connection, stream: bool) -> str | None:
     """The key of a request, None without one. Raises ApiError 400."""
-    key = connection.headers.get(HEADER)
-    if key is None:
+    keys = connection.headers.getlist(HEADER)
+    if not keys:
         return None
+    if len(keys) > 1:
+        raise invalid_request("Idempotency-Key: must be sent once.")
+    [key] = keys
     if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
         raise invalid_request(f"Idempotency-Key: must have 1 to {MAX_KEY_CHARACTERS} characters.")
     if stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -117,6 +118,7 @@ class Routes:
         if not allowed:
             raise errors.invalid_api_key()
         metrics, quota = self._gateway.telemetry.metrics, self._gateway.quota
+        metrics.set_work(self._gateway.live_requests, len(asyncio.all_tasks()))
         if quota is not None:
             metrics.quota.update(quota.healthy, quota.admitted_in_outages, quota.owed)
         for pool in self._gateway.pools:

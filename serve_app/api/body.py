@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from serve_app.api.errors import ApiError, invalid_request
 from serve_app.api.json_body import JsonError, load_json
-from serve_app.api.unsupported import UNSUPPORTED
+from serve_app.api.unsupported import REFUSED_FIELDS
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -34,7 +34,7 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
         body = load_json(raw)
     except JsonError as error:
         fields = {field.alias or name for name, field in model.model_fields.items()}
-        known = error.key in fields or error.key in UNSUPPORTED
+        known = error.key in fields or error.key in REFUSED_FIELDS
         raise invalid_request(str(error), error.key if known else None) from None
     if not isinstance(body, dict):
         raise invalid_request("The request body must be a JSON object.")

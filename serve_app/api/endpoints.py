@@ -53,7 +53,9 @@ def parse_chat(body: ChatCompletionRequest, text: ModelText, max_model_len: int)
 def parse_completion(body: CompletionRequest, text: ModelText, max_model_len: int) -> ParsedRequest:
     """POST /v1/completions. Raises ApiError 400."""
     prompts = [
-        text.encode_prompt(prompt) if isinstance(prompt, str) else text.check_ids(prompt)
+        text.encode_prompt(prompt, add_bos=body.add_special_tokens)
+        if isinstance(prompt, str)
+        else text.check_ids(prompt)
         for prompt in body.prompts
     ]
     for index, prompt in enumerate(prompts):

@@ -11,22 +11,27 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 10_000
 MAX_MEMBERS = 10_000
 
-_CONSTANT_MEMBER = re.compile(r'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}:]')
+_SEARCHED = 256 * 1024
+"""Characters in which a fault's place is looked for."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _MAX_INTEGER_DIGITS = 400
 
 
 class JsonError(ValueError):
-    """Not acceptable. The message is for the caller; `key` is the object key at fault where one is known."""
+    """Not acceptable. The message is for the caller; `key` is the outermost key at fault where one is known."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
 
 
-class _ConstantFound(ValueError):
-    pass
+class _Members(list[tuple[str, Any]]):
+    """An object as it was written, with its duplicates."""
+
+
+_FLAW = object()
 
 
 def load_json(raw: bytes) -> Any:
@@ -38,22 +43,22 @@ def load_json(raw: bytes) -> Any:
     """
     if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise JsonError("The request body must not begin with a byte order mark.")
-    _check_shape(raw)
+    try:
+        _check_shape(raw)
+    except JsonError as error:
+        raise JsonError(str(error), _outgrown_member(raw)) from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JsonError(f"The request body is not UTF-8 (at byte {error.start}).") from None
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer)
-    except _ConstantFound as error:
-        member = _CONSTANT_MEMBER.search(text)
-        raise JsonError(
-            f"The request body is not valid JSON: {error} is not a number in JSON.", member and member[1]
-        ) from None
+        if "\\u0000" in text or _SURROGATE_ESCAPE.search(text):
+            _check_strings(value)
+    except JsonError as error:
+        raise JsonError(str(error), _flawed_member(text)) from None
     except json.JSONDecodeError as error:
         raise JsonError(f"The request body is not valid JSON: {error.msg} at position {error.pos}.") from None
-    if "\\u0000" in text or _SURROGATE_ESCAPE.search(text):
-        _check_strings(value)
     return value
 
 
@@ -82,7 +87,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(literal: str) -> NoReturn:
-    raise _ConstantFound(literal)
+    raise JsonError(f"The request body is not valid JSON: {literal} is not a number in JSON.")
 
 
 def _integer(digits: str) -> int:
@@ -95,10 +100,16 @@ def _check_strings(value: Any) -> None:
     for text in _strings(value):
         if "\0" in text:
             raise JsonError("The request body has a NUL character in a string.")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise JsonError("The request body has a lone surrogate in a string.") from None
+        if not _is_unicode(text):
+            raise JsonError("The request body has a lone surrogate in a string.")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -111,3 +122,64 @@ def _strings(value: Any) -> Iterator[str]:
         for key, item in value.items():
             yield key
             yield from _strings(item)
+
+
+# Which member is at fault: looked for only once a body has been refused.
+
+
+def _outgrown_member(raw: bytes) -> str | None:
+    """The outermost key under which a limit of `_check_shape` is passed, if it is near the beginning."""
+    depth = containers = members = 0
+    last = key = b""
+    for match in _TOKEN.finditer(raw[:_SEARCHED]):
+        token = match[0]
+        if token == b":":
+            members += 1
+            key = last if depth == 1 else key
+        elif token in b"[{":
+            depth, containers = depth + 1, containers + 1
+        elif token in b"]}":
+            depth -= 1
+        else:
+            last = token
+        if depth > MAX_DEPTH or containers > MAX_CONTAINERS or members > MAX_MEMBERS:
+            try:
+                return str(json.loads(key))
+            except ValueError:
+                return None
+    return None
+
+
+def _flawed_member(text: str) -> str | None:
+    """The outermost key of the first member that holds a constant, a duplicate, an integer or a string that is
+    refused; found by reading the text again with all of these let through."""
+    if len(text) > _SEARCHED:
+        return None
+    try:
+        body = json.loads(
+            text,
+            object_pairs_hook=_Members,
+            parse_constant=lambda literal: _FLAW,
+            parse_int=lambda digits: _FLAW if len(digits) > _MAX_INTEGER_DIGITS else 0,
+        )
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(body, _Members):
+        return None
+    seen: set[str] = set()
+    for key, value in body:
+        if key in seen or _is_flawed(value):
+            return key
+        seen.add(key)
+    return None
+
+
+def _is_flawed(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value or not _is_unicode(value)
+    if isinstance(value, _Members):
+        keys = [key for key, _ in value]
+        return len(set(keys)) < len(keys) or any(map(_is_flawed, [*keys, *(item for _, item in value)]))
+    if isinstance(value, list):
+        return any(map(_is_flawed, value))
+    return value is _FLAW

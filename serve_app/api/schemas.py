@@ -238,7 +238,8 @@ class ChatCompletionRequest(_GenerationRequest):
 
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions. `prompts` are texts or token ids (integers >= 0, not yet checked against the
-    vocabulary), whatever form `prompt` had. The choice index of prompt p is p * n + choice."""
+    vocabulary), whatever form `prompt` had. The choice index of prompt p is p * n + choice. Without
+    `add_special_tokens` a text gets no BOS."""
 
     prompts: Annotated[
         list[str | list[int]],
@@ -249,6 +250,7 @@ class CompletionRequest(_GenerationRequest):
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool = False
+    add_special_tokens: bool = True
 
     @field_validator("prompts", mode="before")
     @classmethod

@@ -18,6 +18,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": (([],), "is not supported yet"),
     "audio": ((), _TEXT_ONLY),
     "bad_words": (([],), "is not supported yet"),
+    "cache_salt": ((), "is not supported: the prefix cache is each tenant's own, and no finer"),
     "chat_template": ((), _TEMPLATE),
     "chat_template_args": (({},), _TEMPLATE),
     "chat_template_kwargs": (({},), _TEMPLATE),
@@ -30,11 +31,16 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_json": ((), _STRUCTURED),
     "guided_regex": ((), _STRUCTURED),
     "include_stop_str_in_output": ((False,), "is not supported: a stop string is never part of the output"),
+    "kv_transfer_params": (({},), "is not supported"),
     "length_penalty": ((1, 1.0), _DECODING),
+    "logits_processors": (([],), "is not supported"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "prediction": ((), "is not supported"),
+    "prompt_embeds": ((), _TEXT_ONLY),
     "prompt_logprobs": ((), "is not supported: /v1/completions gives them with echo and logprobs"),
     "response_format": (({"type": "text"},), _STRUCTURED),
+    "return_token_ids": ((False,), "is not supported: /tokenize gives the tokens of a text"),
+    "return_tokens_as_token_ids": ((False,), "is not supported: tokens are shown as text"),
     "skip_special_tokens": ((True,), "is not supported: control tokens are never part of the output"),
     "structured_outputs": ((), _STRUCTURED),
     "suffix": (("",), "is not supported"),
@@ -42,6 +48,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), _DECODING),
     "web_search_options": ((), "is not supported"),
 }
+
+REFUSED_FIELDS = frozenset({*UNSUPPORTED, "tools", "tool_choice"})
+"""All that `check_unsupported` looks at."""
 
 
 def check_unsupported(body: Mapping[str, Any]) -> None:

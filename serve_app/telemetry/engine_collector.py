@@ -45,6 +45,8 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {
     ),
     "num_requests_running": ("Sequences in the running set of the engine.", lambda s: s.running),
     "num_requests_waiting": ("Sequences the engine holds that are not running.", lambda s: s.waiting),
+    "engine_live_requests": ("Sequences a gateway has not had the last row of.", lambda s: s.live_requests),
+    "engine_asyncio_tasks": ("Tasks of the engine's event loop.", lambda s: s.tasks),
 }
 
 COUNTERS: dict[str, tuple[str, Callable[[EngineStatsSnapshot], float]]] = {

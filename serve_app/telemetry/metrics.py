@@ -141,6 +141,10 @@ class GatewayMetrics:
             buckets=REQUEST_BUCKETS_S,
             registry=registry,
         )
+        self._live = Gauge(
+            "gateway_live_requests", "Requests that have been read and are not settled.", registry=registry
+        )
+        self._tasks = Gauge("gateway_asyncio_tasks", "Tasks of the gateway's event loop.", registry=registry)
         self._inter_token = InterTokenLatency()
         registry.register(self._inter_token)
         registry.register(self.engines)
@@ -184,6 +188,11 @@ class GatewayMetrics:
         if record.inter_token.count:
             self._inter_token.add(tenant, model, record.inter_token)
         self._observe_deadline(record, tenant, model)
+
+    def set_work(self, live_requests: int, tasks: int) -> None:
+        """What the gateway is busy with now. Both come back to where they were once nobody asks for anything."""
+        self._live.set(live_requests)
+        self._tasks.set(tasks)
 
     def _observe_deadline(self, record: RequestRecord, tenant: str, model: str) -> None:
         met = record.deadline_met

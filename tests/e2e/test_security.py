@@ -78,6 +78,90 @@ def test_F02_without_a_key_nothing_is_told(stub: Any) -> None:
                     reader.read(length)
 
 
+def test_F02_a_request_to_upgrade_is_a_request_like_any_other(stub: Any) -> None:
+    """No other protocol is spoken, and asking for one is no fault of the server."""
+    upgrade = "Connection: Upgrade\r\nUpgrade: {}\r\n"
+    websocket = upgrade.format("websocket") + "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAA\r\n"
+    for line, headers, status in (
+        ("GET /", websocket, b"404"),
+        ("GET /v1/completions", websocket, b"405"),
+        ("GET /v1/realtime", websocket, b"404"),
+        ("GET /v1/models", upgrade.format("h2c") + "HTTP2-Settings: AAMAAABk\r\n", b"401"),
+        ("OPTIONS *", "", b"400"),
+    ):
+        answer = raw(stub, f"{line} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
+        assert answer.split()[1] == status, (line, answer)
+        assert b'"error"' in answer or b"content-length" in answer
+
+
+NAME = b"X-Request-Id: "
+
+
+@pytest.mark.parametrize("name", [b"\xe9", b"\xff\xfe", b"", b"a" * 129, b"a\tb", b"a\r\n" + NAME + b"b"])
+def test_F15_odd_names_of_requests_get_another(stub: Any, name: bytes) -> None:
+    body = b'{"model": "default", "prompt": "x", "max_tokens": 1}'
+    key = f"Authorization: Bearer {stub.key('alpha')}\r\n".encode()
+    answer = raw(stub, HEAD + key + NAME + name + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert answer.split()[1] == b"200"
+    names = [line for line in answer.split(b"\r\n") if line.lower().startswith(NAME.lower())]
+    assert len(names) == 1
+    given = names[0][len(NAME) :].decode("ascii")
+    assert 16 <= len(given) <= 64
+    stub.wait_until(lambda: any(line["request"] == given for line in stub.access_log()), 5)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"serve_multiplexed_model_id: \xe9",
+        b"Serve-Multiplexed-Model-Id: x",
+        b"x-session-id: \xe9",
+        b"x-request-timeout-seconds: 0.0001",
+        b"x-request-timeout-seconds: \xe9",
+        b"x-request-disconnect-disabled: \xe9",
+        b"x-serve-router-policy: \xe9",
+        b"traceparent: \xe9",
+        b"tracestate: \xe9",
+        b"X-Anything: \xe9\x80",
+    ],
+)
+def test_F15_no_header_brings_an_error_of_the_server(stub: Any, header: bytes) -> None:
+    body = b'{"model": "default", "prompt": "x", "max_tokens": 1}'
+    key = f"Authorization: Bearer {stub.key('alpha')}\r\n".encode()
+    answer = raw(stub, HEAD + key + header + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert answer.split()[1] == b"200", answer
+
+
+SMUGGLED = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED,
+        b"Content-Length: 5\r\nTransfer-Encoding: xchunked\r\n\r\n" + SMUGGLED,
+        b"Content-Length: 5\r\nTransfer-Encoding : chunked\r\n\r\n" + SMUGGLED,
+        b"Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED,
+        b"Transfer-Encoding:\x0bchunked\r\n\r\n" + SMUGGLED,
+        b"Content-Length: +2\r\n\r\n{}",
+        b"Content-Length: 2, 2\r\n\r\n{}GET / HTTP/1.1\r\n\r\n",
+        b"Content-Length: 0x2\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc",
+        b"Transfer-Encoding: chunked\r\n\r\n-1\r\nabc",
+    ],
+)
+def test_F02_one_request_is_never_read_as_two(stub: Any, framing: bytes) -> None:
+    key = f"Authorization: Bearer {stub.key('alpha')}\r\n".encode()
+    with socket.create_connection(("127.0.0.1", stub.port), timeout=10) as connection:
+        connection.sendall(HEAD + key + framing)
+        received = b""
+        with contextlib.suppress(OSError):
+            while more := connection.recv(65536):
+                received += more
+    assert received.count(b"HTTP/1.1 ") == 1, received
+    assert received.split()[1] in (b"400", b"422"), received
+
+
 def test_F02_a_tenants_key_opens_no_metrics(stub: Any) -> None:
     with stub.http() as client:
         assert client.get("/metrics").status_code == 401

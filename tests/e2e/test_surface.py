@@ -78,6 +78,8 @@ def test_the_same_key_and_body_get_one_answer(stub: Any) -> None:
         assert int(first.headers["x-ratelimit-remaining-requests"]) - remaining <= 1, (
             "the repetition was charged"
         )
+        twice = client.post(TEXT, json=REQUEST, headers=[("Idempotency-Key", "a"), ("Idempotency-Key", "b")])
+        assert twice.status_code == 400
         streamed = client.post(TEXT, json={**REQUEST, "stream": True}, headers={"Idempotency-Key": "third"})
         assert streamed.status_code == 400 and streamed.json()["error"]["param"] == "stream"
     with stub.http("beta") as client:

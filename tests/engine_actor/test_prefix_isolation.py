@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from engine_actor.executor import PAGE_SIZE, ExecutorInfo, Runner
 from engine_actor.request import EngineRequest, SamplingParams
@@ -83,9 +82,9 @@ def area(first: list[float], second: list[float]) -> float:
     return float(above / (len(first) * len(second)))
 
 
-@pytest.mark.parametrize("pairs", [500, pytest.param(5000, marks=pytest.mark.slow)])
-def test_D01_no_time_tells_of_another_tenants_prefix(pairs: int) -> None:
-    engine, rng = Engine(), random.Random(11)
+def test_D01_no_time_of_the_engine_tells_of_another_tenants_prefix() -> None:
+    """The whole path is looked at by a longer test of the same name, in tests/e2e."""
+    engine, rng, pairs = Engine(), random.Random(11), 500
 
     def fresh() -> list[int]:
         return [rng.randrange(1000) for _ in range(PREFIX)] + [1]

@@ -355,6 +355,30 @@ def test_numbers_that_are_none_name_their_field(literal: bytes, field: bytes) ->
 
 
 @pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'"logit_bias": {"5": NaN}}', "logit_bias"),
+        (b'"stop": ["a", [Infinity]]}', "stop"),
+        (b'"user": "NaN", "te\\u006dperature": NaN}', "temperature"),
+        (b'"user": "\\"top_p\\": NaN", "min_p": NaN}', "min_p"),
+        (b'"seed": ' + b"9" * 5000 + b"}", "seed"),
+        (b'"user": "\\ud800"}', "user"),
+        (b'"stop": ["a\\u0000b"]}', "stop"),
+        (b'"model": "other"}', "model"),
+        (b'"stream_options": {"x": 1, "x": 1}}', "stream_options"),
+        (b'"tools": [{"function": {"parameters": {"a": 1, "a": 1}}}]}', "tools"),
+        (b'"tools": ' + b'[{"a":' * 1000 + b"1" + b"}]" * 1000 + b"}", "tools"),
+        (b'"metadata": {"seed": [1]}, "logit_bias": ' + b"[" * 100, "logit_bias"),
+        (b'"stop": [' + b",".join([b"[]"] * 20_000) + b"]}", "stop"),
+        (b'"unknown": {"seed": NaN}}', None),
+        (b'"seed": NaN', None),
+    ],
+)
+def test_F16_what_no_field_may_hold_names_its_field(raw: bytes, param: str | None) -> None:
+    assert refusal(BODY + raw).param == param
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         b"",
@@ -403,6 +427,8 @@ HOSTILE = {
     "containers": BODY + b'"x": [' + b",".join([b"[]"] * 500_000) + b"]}",
     "escaped quotes": BODY + b'"x": "' + b'\\"[{:' * 500_000,
     "quotes": BODY + b'"' * 1_000_001 + b"[" * 100,
+    "an open string of quotes": BODY + b'"x": "' + b'\\"' * 200_000 + b"[" * 100,
+    "integers": BODY + b'"x": [' + b"1," * 1_000_000 + b"NaN]}",
 }
 
 
