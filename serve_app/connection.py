@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.errors import (
     request_timeout,
@@ -19,6 +19,10 @@ from serve_app.api.errors import (
 from serve_app.within import within
 
 BODY_TIMEOUT_SECONDS = 30.0
+
+
+CLOSE = (b"connection", b"close")
+"""On an answer to a request that has not been read whole: nobody may go on sending what nobody wants."""
 
 
 class ClientGoneError(Exception):
@@ -36,6 +40,7 @@ class Connection:
         """Called with a whole answer (status 200) before it is sent."""
         self._receive = receive
         self._send = send
+        self._whole = False
 
     async def read_body(self, limit: int) -> bytes:
         """The whole body, which must be JSON as it is: not compressed, in UTF-8.
@@ -66,6 +71,7 @@ class Connection:
             if len(body) > limit:
                 raise request_too_large(limit)
             if not message.get("more_body", False):
+                self._whole = True
                 return bytes(body)
 
     async def wait_until_gone(self) -> None:
@@ -112,4 +118,44 @@ class Connection:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        if not self._whole:
+            raw.append(CLOSE)
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+class CloseUnread:
+    """ASGI middleware for what is no `Connection`: an answer that comes before the body's end ends the connection.
+
+    `but` names the paths where a POST sees to it itself.
+    """
+
+    def __init__(self, app: ASGIApp, but: frozenset[str]) -> None:
+        self._app = app
+        self._but = but
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self._but)
+        if own or not _has_body(scope):
+            await self._app(scope, receive, send)
+            return
+        whole = False
+
+        async def read() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = not message.get("more_body", False)
+            return message
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and not whole:
+                MutableHeaders(scope=message).raw.append(CLOSE)
+            await send(message)
+
+        await self._app(scope, read, answer)
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )

@@ -24,7 +24,7 @@ from serve_app.api.endpoints import ParsedRequest, parse_chat, parse_completion
 from serve_app.api.errors import ApiError
 from serve_app.api.schemas import ChatCompletionRequest, CompletionRequest
 from serve_app.client_address import ClientAddresses
-from serve_app.connection import ClientGoneError, Connection
+from serve_app.connection import ClientGoneError, CloseUnread, Connection
 from serve_app.idempotent import REPLAYED, Repeatable, idempotency_key
 from serve_app.logins import Logins, bearer
 from serve_app.pool import ModelPool
@@ -50,6 +50,8 @@ OFF_LOOP_BYTES = 16 * 1024
 Endpoint = Literal["chat", "completions"]
 SCOPES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/usage", "/tokenize", "/detokenize"]
 """Routes that a key may be limited to."""
+BODY_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+"""Those that read a body with the API's own limits."""
 T = TypeVar("T")
 
 
@@ -108,7 +110,7 @@ class GatewayApp:
                 *self._routes.routes(),
                 *self.admin.routes(),
             ],
-            middleware=[cors] if self._cors_origins else [],
+            middleware=[Middleware(CloseUnread, but=BODY_ROUTES), *([cors] if self._cors_origins else [])],
             exception_handlers={
                 404: lambda request, error: _error_response(errors.not_found()),
                 405: lambda request, error: _error_response(errors.method_not_allowed()),

@@ -81,7 +81,8 @@ def test_F02_without_a_key_nothing_is_told(stub: Any) -> None:
 def test_F02_a_request_to_upgrade_is_a_request_like_any_other(stub: Any) -> None:
     """No other protocol is spoken, and asking for one is no fault of the server."""
     upgrade = "Connection: Upgrade\r\nUpgrade: {}\r\n"
-    websocket = upgrade.format("websocket") + "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAA\r\n"
+    key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    websocket = upgrade.format("websocket") + "Sec-WebSocket-Version: 13\r\n" + key
     for line, headers, status in (
         ("GET /", websocket, b"404"),
         ("GET /v1/completions", websocket, b"405"),
@@ -144,7 +145,7 @@ SMUGGLED = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
         b"Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED,
         b"Transfer-Encoding:\x0bchunked\r\n\r\n" + SMUGGLED,
         b"Content-Length: +2\r\n\r\n{}",
-        b"Content-Length: 2, 2\r\n\r\n{}GET / HTTP/1.1\r\n\r\n",
+        b"Content-Length: 2, 3\r\n\r\n{}GET / HTTP/1.1\r\n\r\n",
         b"Content-Length: 0x2\r\n\r\n{}",
         b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc",
         b"Transfer-Encoding: chunked\r\n\r\n-1\r\nabc",
