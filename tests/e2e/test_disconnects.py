@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import random
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
+import psutil
 import pytest
 import redis
 
@@ -219,25 +222,60 @@ def test_B12_every_key_in_the_store_ends_by_itself(stub: Any, store: redis.Redis
     assert [key for key in keys if store.pttl(key) == -1] == []
 
 
+@pytest.fixture(scope="module")
+def mortal(start_server: Any) -> Iterator[Any]:
+    """A server of this file's own, whose parts die."""
+    with start_server("--engine", "stub") as server:
+        yield server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["engine frozen", "engine killed", "gateway killed"])
-def test_B05_slots_come_back_from_what_froze_or_died(start_server: Any, how: str) -> None:
-    """At most 30 s after the end of a gateway, and with everything else as soon as the request has ended."""
-    with start_server("--engine", "stub") as server:
-        in_flight = [send(server, "narrow", f"B05-{n}", stream=True) for n in range(2)]
-        for connection in in_flight:
-            receive_until(connection, b"data:")
-        assert server.slots("narrow") == 2
-        title = "ray::ServeReplica:evenhand:Gateway" if how == "gateway killed" else "ray::EngineActor"
-        process = server.find_process(title)
-        process.send_signal(signal.SIGSTOP if how == "engine frozen" else signal.SIGKILL)
-        time.sleep(2)
-        if how == "engine frozen":
-            process.send_signal(signal.SIGCONT)
-        for connection in in_flight:
-            connection.close()
-        server.wait_until(lambda: server.health() == 200, 60)
-        server.wait_until(lambda: server.slots("narrow") == 0, 35)
-        with server.http("narrow") as client:
-            answer = client.post(TEXT, json={"model": "default", "prompt": ["a", "b"], "max_tokens": 2})
-        assert answer.status_code == 200, answer.text
+def test_B05_slots_come_back_from_what_froze_or_died(mortal: Any, how: str) -> None:
+    """At most 30 s after the end of a gateway, and with everything else as soon as the request has ended.
+
+    The streams of an engine end with one event that says so. Those of a gateway are cut: nobody is left to say it.
+    """
+    in_flight = [send(mortal, "narrow", f"B05-{how}-{n}", stream=True) for n in range(2)]
+    for connection in in_flight:
+        receive_until(connection, b"data:")
+    assert mortal.slots("narrow") == 2
+    title = "ray::ServeReplica:evenhand:Gateway" if how == "gateway killed" else "ray::EngineActor"
+    process = mortal.find_process(title)
+    process.send_signal(signal.SIGSTOP if how == "engine frozen" else signal.SIGKILL)
+    for connection in in_flight:
+        end = b""
+        while not end.endswith(b"\r\n0\r\n\r\n") and (more := connection.recv(65536)):
+            end += more
+        connection.close()
+        *_, last = end.split(b"data: ")
+        assert b"[DONE]" not in end
+        if how == "gateway killed":
+            assert not end.endswith(b"\r\n0\r\n\r\n"), "whoever reads it sees that it is not whole"
+        else:
+            error = json.loads(last.split(b"\n\n")[0])["error"]
+            assert error["code"] == "engine_unavailable" and end.endswith(b"\r\n0\r\n\r\n")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+    mortal.wait_until(lambda: mortal.health() == 200, 60)
+    mortal.wait_until(lambda: mortal.slots("narrow") == 0, 35)
+    with mortal.http("narrow") as client:
+        answer = client.post(TEXT, json={"model": "default", "prompt": ["a", "b"], "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
+def test_B05_a_client_sees_that_its_gateway_died(mortal: Any) -> None:
+    """openai-python raises in a stream, and asks again by itself for a whole answer."""
+    request = {"model": "default", "prompt": "x"}
+    with mortal.openai() as client, mortal.openai(max_retries=3) as patient:
+        stream = client.completions.create(**request, max_tokens=6000, stream=True)
+        next(iter(stream))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            whole = pool.submit(patient.completions.create, **request, max_tokens=300)
+            mortal.wait_until(lambda: mortal.metric("num_requests_running") == 2, 10)
+            mortal.find_process("ray::ServeReplica:evenhand:Gateway").kill()
+            with pytest.raises(openai.APIConnectionError):
+                for _ in stream:
+                    pass
+            assert whole.result().usage.completion_tokens == 300
