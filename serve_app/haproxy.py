@@ -28,6 +28,8 @@ from serve_app.client_address import HAPROXY_VARIABLE
 STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
 METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 HEADER_SECONDS = 15
+STALLED_SECONDS = 60
+"""A client that takes nothing of its answer for so long is taken to have left."""
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADER_FIELDS = 100
 BUFFER_BYTES = 32 * 1024

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 REPOSITORY = Path(__file__).parents[2]
 METRICS_KEY = "eh_metrics_key_for_tests"
+ORIGIN = "https://chat.example"
 READY_SECONDS = 90.0
 STOP_SECONDS = 10.0
 STOP_MARGIN_SECONDS = 10.0
@@ -57,6 +58,8 @@ class Server:
 
     model = "default"
     metrics_key = METRICS_KEY
+    origin = ORIGIN
+    """The one whose pages may call the API."""
 
     def __init__(
         self,
@@ -261,11 +264,12 @@ class Server:
 
 
 def config_for(port: int, data_dir: Path, spans_path: Path) -> dict[str, Any]:
-    """config.yaml as shipped, with a port and files of its own, more tenants, and telemetry on."""
+    """config.yaml as shipped, with a port and files of its own, more tenants, an origin, and telemetry on."""
     config: dict[str, Any] = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
     config["http_options"]["port"] = port
     application = config["applications"][0]
     application["args"]["data_dir"] = str(data_dir)
+    application["args"]["gateway"]["cors_origins"] = [ORIGIN]
     application["args"]["telemetry"] = {
         "tracing": {"exporter": "file", "path": str(spans_path)},
     }

@@ -120,6 +120,17 @@ def test_B01_leaving_the_queue(stub: Any, stream: bool) -> None:
     assert {outcome(stub, f"B01-queue-{stream}-{how}") for how in ("close", "reset")} == {"cancelled"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_B01_who_takes_nothing_of_its_answer_for_a_minute_has_left(stub: Any) -> None:
+    """Else its places would be taken for as long as it likes, and the answer in memory."""
+    connection = send(stub, "beta", "B01-stalled", stream=True, n=8, logprobs=5, max_tokens=8000)
+    stub.wait_until(lambda: outcome(stub, "B01-stalled") is not None, 180)
+    assert outcome(stub, "B01-stalled") == "cancelled"
+    stub.wait_until(lambda: at_rest(stub), 10)
+    connection.close()
+
+
 def drop_many(server: Any, count: int, within: float, seed: int) -> None:
     """Open so many requests, each closed after a random time."""
     moments = random.Random(seed)

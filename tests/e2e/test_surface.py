@@ -49,13 +49,34 @@ def test_the_document_names_every_route(stub: Any) -> None:
             assert name in document["components"]["schemas"]
 
 
-def test_a_browser_of_another_origin_gets_no_permission(stub: Any) -> None:
+def test_pages_of_the_named_origins_may_call(stub: Any) -> None:
+    """They are told so before they send a key, and see every answer, errors included."""
+    asking = {"Origin": stub.origin, "Access-Control-Request-Method": "POST"}
+    with stub.http(None) as client:
+        asked = client.options(
+            CHAT, headers={**asking, "Access-Control-Request-Headers": "authorization,content-type"}
+        )
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == stub.origin
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        refused = client.post(CHAT, json={}, headers={"Origin": stub.origin})
+        assert refused.status_code == 401
     with stub.http() as client:
-        headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+        answer = client.post(TEXT, json={**REQUEST, "max_tokens": 1}, headers={"Origin": stub.origin})
+    for seen in (refused, answer):
+        assert seen.headers["access-control-allow-origin"] == stub.origin
+        assert "access-control-allow-credentials" not in seen.headers
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "https://chat.example.evil.example", "x"])
+def test_F11_a_browser_of_another_origin_gets_no_permission(stub: Any, origin: str) -> None:
+    with stub.http() as client:
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         asked = client.options(CHAT, headers=headers)
-        assert asked.status_code == 405
+        assert asked.status_code == 400 and asked.json()["error"]["code"] == "invalid_request"
         answer = client.get("/v1/models", headers=headers)
-    assert not [name for name in (*asked.headers, *answer.headers) if name.startswith("access-control")]
+    assert "access-control-allow-origin" not in {**asked.headers, **answer.headers}
 
 
 def test_the_same_key_and_body_get_one_answer(stub: Any) -> None:
@@ -100,6 +121,22 @@ def test_who_comes_while_it_runs_waits_for_the_answer(stub: Any) -> None:
     assert sum("idempotent-replayed" in answer.headers for answer in answers) == 7
     stub.wait_until(stub.is_idle, 5)
     assert stub.metric("served_tokens_total", tenant="alpha", kind="output") - before == 200
+
+
+def test_B01_who_waits_for_one_that_leaves_gets_an_answer_of_its_own(stub: Any) -> None:
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=stub.base_url, headers=stub.headers(), timeout=60) as client:
+            request = {**REQUEST, "max_tokens": 150}
+            first, second = (
+                asyncio.create_task(client.post(TEXT, json=request, headers={"Idempotency-Key": "left"}))
+                for _ in range(2)
+            )
+            await asyncio.to_thread(stub.wait_until, lambda: stub.metric("num_requests_running") == 1, 10)
+            first.cancel()
+            return await second
+
+    answer = asyncio.run(scenario())
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 150
 
 
 def test_a_refusal_is_not_kept(stub: Any) -> None:
