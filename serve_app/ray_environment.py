@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from serve_app.haproxy import BUFFER_BYTES, STALLED_SECONDS, METRICS_PORT, STATS_PORT
+from serve_app.haproxy import BUFFER_BYTES, METRICS_PORT, STALLED_SECONDS, STATS_PORT
 
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports
 _BLOCK = 500
@@ -73,8 +73,8 @@ def ray_variables(root: Path) -> dict[str, str]:
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
             # One datagram per request to a reader in Python, for numbers that the gateway's metrics have
             # already.
-            "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(STALLED_SECONDS),
             "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+            "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(STALLED_SECONDS),
             "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         }
