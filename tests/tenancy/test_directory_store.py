@@ -158,7 +158,9 @@ async def revoke_one(fleet: Fleet) -> float:
 @pytest.mark.slow
 async def test_f19_a_revocation_arrives_within_a_second(fleet: Fleet) -> None:
     took = [await revoke_one(fleet) for _ in range(100)]
-    print(f"revoked on three gateways: p50 {statistics.median(took) * 1e3:.0f} ms, max {max(took) * 1e3:.0f} ms")
+    print(
+        f"revoked on three gateways: p50 {statistics.median(took) * 1e3:.0f} ms, max {max(took) * 1e3:.0f} ms"
+    )
     assert max(took) < 1.0
 
 
