@@ -145,7 +145,7 @@ class Gateway:
     def _connect(self, url: str) -> QuotaStore:
         """Everything of this gateway that Redis keeps: quotas, and tenants managed at run time."""
         redis = connect(url)
-        store = QuotaStore(redis, prices=self._prices)
+        store = QuotaStore(redis, prices=self._prices, unconfirmed=self._ledger_files.write)
         store.start()
         self._gateway.admin.store = DirectoryStore(redis, store.guarded)
         blocking = connect(url, socket_timeout_s=BLOCKING_TIMEOUT_S)

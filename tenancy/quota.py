@@ -11,29 +11,27 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from redis.asyncio import Redis
 
 from tenancy.guarded_redis import GuardedRedis, QuotaUnavailable, Script
 from tenancy.layout import PREFIX
+from tenancy.ledger import LedgerRow
 from tenancy.limits import Check, Demand, Used, applicable, checks, estimate_price
 from tenancy.models import LimitName, Limits, Price, Tenant
 from tenancy.outage import Outage
+from tenancy.owed import DONE_MS, Ending, OwedEndings
 from tenancy.presence import Presence
-from tenancy.tasks import end
 
 __all__ = ["PREFIX", "Demand", "Hold", "QuotaRefusal", "QuotaStore", "QuotaUnavailable", "Rate", "Used"]
 
 logger = logging.getLogger(__name__)
 
 RESERVE_ATTEMPTS = 2
-_DONE_MS = 900_000
-_OWED_RETRY_S = 0.2
-_OWED_FOR_S = 600.0
 
 RefusalCode = Literal[
     "rate_limit_exceeded", "tokens_limit_exceeded", "concurrency_limit_exceeded", "budget_exceeded"
@@ -102,22 +100,12 @@ class DayUsage:
     price_nano: int
 
 
-@dataclass(frozen=True)
-class _Owed:
-    """An ending that Redis has not confirmed. Both endings may safely be sent again."""
-
-    script: Script
-    hold: Hold
-    args: list[str | int]
-    since: float
-
-
 class QuotaStore:
     """Reserves, settles, voids and renews.
 
     Callers may be cancelled at any await and need no shield. A `reserve` that was cancelled or got no answer
     may have been applied all the same, so the store voids it in the background; a `settle` or `void` that
-    was cut short is sent again until Redis confirms it, for ten minutes.
+    was cut short is sent again until Redis confirms it (tenancy.owed).
     """
 
     def __init__(
@@ -128,7 +116,9 @@ class QuotaStore:
         prices: Mapping[str, Price] | None = None,
         lease_ms: int = 30_000,
         probe_interval_s: float = 1.0,
+        unconfirmed: Callable[[list[LedgerRow]], None] | None = None,
     ) -> None:
+        """`unconfirmed` keeps the rows of settlements that were never confirmed, in a thread; else they are logged."""
         self.prices: Mapping[str, Price] = prices or {}
         self._prefix = prefix
         self._lease_us = lease_ms * 1000
@@ -139,8 +129,7 @@ class QuotaStore:
         self._usage = Script("usage")
         self._outage = Outage()
         self._presence = Presence(self._redis, prefix)
-        self._owed: dict[str, _Owed] = {}
-        self._repaying: asyncio.Task[None] | None = None
+        self._owed = OwedEndings(self._send_ending, unconfirmed)
         self._settled: set[str] = set()
 
     @property
@@ -213,11 +202,13 @@ class QuotaStore:
         price = 0
         if hold.price is not None:
             price = hold.price.nano(used.input_tokens, used.cached_tokens, used.output_tokens)
-        args: list[str | int] = [hold.id, _row(hold, used, price), _DONE_MS, "new" if hold.local else ""]
+        fields = _row(hold, used, price)
+        args: list[str | int] = [hold.id, _text(fields), DONE_MS, "new" if hold.local else ""]
         args += [hold.demand.model, used.input_tokens, used.cached_tokens, used.output_tokens, price]
         for check in hold.checks:
             args += [check.kind, check.field, check.amount(used, hold.demand.slots, price)]
-        await self._end(self._settle, hold, args)
+        row = LedgerRow(hold.id, time.time_ns() // 1000, fields)
+        await self._end(Ending(self._settle, hold.tenant, hold.id, args, row), hold)
 
     async def void(self, hold: Hold) -> None:
         """End a hold whose request was refused later on: every limit gets back what the hold still occupies.
@@ -227,7 +218,7 @@ class QuotaStore:
         if hold.local:
             self._release(hold)
         else:
-            await self._end(self._void, hold, [hold.id, _DONE_MS])
+            await self._end(self._voiding(hold), hold)
 
     async def renew(self, live_holds: Iterable[Hold]) -> int:
         """Renew the leases of the requests in the caller's live table; every third of a lease is a good pace.
@@ -273,10 +264,8 @@ class QuotaStore:
         await self._redis.run(self._renew, self._keys(tenant, "-"), [self._lease_us])
 
     async def aclose(self) -> None:
-        """Stop the background work. What is still owed lapses with its lease."""
-        await end(self._repaying)
-        for owed in self._owed.values():
-            logger.error("usage that Redis never confirmed: %s", owed.args[1])
+        """Stop the background work. Holds that are still owed lapse with their leases."""
+        await self._owed.aclose()
         await self._presence.aclose()
         await self._redis.aclose()
 
@@ -287,7 +276,7 @@ class QuotaStore:
             )
         except (QuotaUnavailable, asyncio.CancelledError) as error:
             if not isinstance(error, QuotaUnavailable) or error.maybe_applied:
-                self._owe(self._void, hold, [hold.id, _DONE_MS])
+                self._owed.add(self._voiding(hold), maybe_made=True)
             raise
         status, refused, retry_us, *rates = reply
         if status == 2:
@@ -325,45 +314,30 @@ class QuotaStore:
             self._outage.release(hold.tenant, hold.checks, hold.amounts)
 
     def _reserve_args(self, hold: Hold, mode: str) -> list[str | int]:
-        args: list[str | int] = [hold.id, self._lease_us, _row(hold, Used(outcome="lapsed"), 0), mode]
+        args: list[str | int] = [hold.id, self._lease_us, _text(_row(hold, Used(outcome="lapsed"), 0)), mode]
         for check, amount in zip(hold.checks, hold.amounts, strict=True):
             args += [check.kind, check.field, amount, check.limit, check.burst, check.burst_span_us]
         return args
 
-    async def _end(self, script: Script, hold: Hold, args: list[str | int]) -> None:
+    def _voiding(self, hold: Hold) -> Ending:
+        return Ending(self._void, hold.tenant, hold.id, [hold.id, DONE_MS])
+
+    async def _end(self, ending: Ending, hold: Hold) -> None:
         if hold.id in self._owed:
             return
         self._release(hold)
         try:
-            await self._send_ending(script, hold, args)
-        except QuotaUnavailable:
-            self._owe(script, hold, args)
+            await self._send_ending(ending)
+        except QuotaUnavailable as error:
+            self._owed.add(ending, maybe_made=error.maybe_applied)
         except asyncio.CancelledError:
-            self._owe(script, hold, args)
+            self._owed.add(ending, maybe_made=True)
             raise
 
-    async def _send_ending(self, script: Script, hold: Hold, args: list[str | int]) -> None:
-        await self._redis.run(script, self._keys(hold.tenant, hold.id), args)
-        if script is self._settle:
-            self._settled.add(hold.tenant)
-
-    def _owe(self, script: Script, hold: Hold, args: list[str | int]) -> None:
-        self._owed.setdefault(hold.id, _Owed(script, hold, args, time.monotonic()))
-        if self._repaying is None or self._repaying.done():
-            self._repaying = asyncio.create_task(self._repay())
-
-    async def _repay(self) -> None:
-        while self._owed:
-            hold_id, owed = next(iter(self._owed.items()))
-            try:
-                await self._send_ending(owed.script, owed.hold, owed.args)
-            except QuotaUnavailable:
-                if time.monotonic() - owed.since < _OWED_FOR_S:
-                    await asyncio.sleep(_OWED_RETRY_S)
-                    continue
-                if owed.script is self._settle:
-                    logger.error("usage that Redis never confirmed: %s", owed.args[1])
-            del self._owed[hold_id]
+    async def _send_ending(self, ending: Ending) -> None:
+        await self._redis.run(ending.script, self._keys(ending.tenant, ending.hold_id), ending.args)
+        if ending.row is not None:
+            self._settled.add(ending.tenant)
 
     def _keys(self, tenant: str, hold_id: str) -> list[str]:
         base = f"{self._prefix}:{{{tenant}}}:"
@@ -373,9 +347,9 @@ class QuotaStore:
         ]
 
 
-def _row(hold: Hold, used: Used, price: int) -> str:
+def _row(hold: Hold, used: Used, price: int) -> dict[str, Any]:
     demand = hold.demand
-    row = {
+    return {
         "request": demand.request_id,
         "tenant": hold.tenant,
         "key": hold.key_id,
@@ -388,6 +362,9 @@ def _row(hold: Hold, used: Used, price: int) -> str:
         "price_nano": price,
         "timings": used.timings or {},
     }
+
+
+def _text(row: dict[str, Any]) -> str:
     return json.dumps(row, separators=(",", ":"))
 
 

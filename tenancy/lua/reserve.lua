@@ -45,7 +45,8 @@ for i = 5, #ARGV, 6 do
   else
     local state = budget(field)
     local _, ends = period(field)
-    if state[2] + state[3] + amount > limit then wait = amount > limit and -1 or ends - now end
+    -- What costs nothing needs no budget, also where one was overrun.
+    if amount > 0 and state[2] + state[3] + amount > limit then wait = amount > limit and -1 or ends - now end
   end
   -- Named is the limit that takes longest to give way.
   if wait ~= 0 and retry >= 0 and (wait < 0 or wait > retry) then

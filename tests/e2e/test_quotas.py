@@ -170,6 +170,36 @@ def test_f19_a_key_made_and_revoked_by_the_command_line(server: Any) -> None:
         assert key not in text and ADMIN_KEY not in text
 
 
+def test_a_disabled_tenant_is_refused_and_its_streams_run_to_their_end(server: Any) -> None:
+    admin = httpx.Client(
+        base_url=f"{server.base_url}/admin/v1",
+        headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+        trust_env=False,
+    )
+    with admin:
+        assert admin.post("/tenants", json={"id": "leaving"}).status_code == 201
+        key = admin.post("/tenants/leaving/keys", json={}).json()
+        request = {"model": server.model, "messages": MESSAGES}
+        with server.openai("alpha", api_key=key["key"]) as client:
+            stream = client.chat.completions.create(
+                max_tokens=2000, stream=True, stream_options={"include_usage": True}, **request
+            )
+            next(iter(stream))
+            newer = admin.post(f"/keys/{key['id']}/rotate", json={"overlap_s": 0}).json()["key"]
+            with pytest.raises(openai.AuthenticationError):
+                client.chat.completions.create(max_tokens=1, **request)
+            with server.openai("alpha", api_key=newer) as rotated:
+                rotated.chat.completions.create(max_tokens=1, **request)
+                assert admin.patch("/tenants/leaving", json={"enabled": False}).status_code == 200
+                with pytest.raises(openai.AuthenticationError):
+                    rotated.chat.completions.create(max_tokens=1, **request)
+            *_, last = stream
+        assert last.usage.completion_tokens > 0
+        server.wait_until(lambda: counters(server, "leaving").get("requests") == 2, 5)
+        assert admin.delete("/tenants/leaving").status_code == 200
+        assert counters(server, "leaving")["output"] == last.usage.completion_tokens + 1
+
+
 def test_e13_failed_logins_are_bounded_per_source(server: Any) -> None:
     def ask(source: str, key: str, path: str = "/v1/models", forwarded: str = "") -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}", **({"X-Forwarded-For": forwarded} if forwarded else {})}

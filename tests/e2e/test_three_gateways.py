@@ -1,4 +1,4 @@
-"""Limits over three real gateways, and what is left of a gateway that is killed."""
+"""Limits over three real gateways, and what is left of one that is killed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import redis
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
-GATEWAYS, CLIENTS, WORTH, REPEATS = 3, 200, 20, 20
-BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "ignore_eos": True}
+GATEWAYS, CLIENTS, LIMIT, REPEATS = 3, 200, 20, 20
+WINDOW_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -20,40 +20,170 @@ def server(start_server: Any) -> Iterator[Any]:
     def change(config: dict[str, Any]) -> None:
         gateway = config["applications"][0]["deployments"][0]
         gateway["num_replicas"] = GATEWAYS
-        tenants = [
-            {"id": "rated", "limits": {"requests_per_minute": WORTH}},
-            {"id": "crash", "limits": {"max_concurrent_requests": 60, "tokens_per_day": 10**6}},
-            *({"id": f"budget{i}", "limits": {"tokens_per_day": WORTH * tokens()}} for i in range(REPEATS)),
+        limits = {"requests_per_minute": LIMIT, "tokens_per_day": 10**9}
+        tenants = {f"rated{number}": limits for number in range(REPEATS)}
+        tenants["steady"] = limits
+        tenants["crash"] = {"max_concurrent_requests": 60, "tokens_per_day": 10**9}
+        gateway["user_config"]["tenants"] += [
+            {"id": id, "api_keys": [f"eh_{id}_test"], "limits": limits} for id, limits in tenants.items()
         ]
-        gateway["user_config"]["tenants"] += [{**t, "api_keys": [f"eh_{t['id']}_test"]} for t in tenants]
 
     with start_server("--engine", "stub", change=change) as server:
-        server.wait_until(lambda: len(gateways(server)) == GATEWAYS, 60)
-        with client_of(server) as client:
+        with redis_of(server) as client:
             server.wait_until(lambda: client.zcard("eh:v2:gateways") == GATEWAYS, 60)
+        assert len(gateways(server)) == GATEWAYS
         yield server
 
 
-def tokens() -> int:
-    """What one request with BODY uses: measured once on the stub's tokenizer, which the first test checks."""
-    return PROMPT_TOKENS + int(str(BODY["max_tokens"]))
-
-
-PROMPT_TOKENS = 0  # set below
+def redis_of(server: Any) -> redis.Redis:
+    settings = server.redis_settings()
+    return redis.Redis(port=int(settings["port"]), password=settings["requirepass"])
 
 
 def gateways(server: Any) -> list[psutil.Process]:
+    """The processes of the gateways."""
     found = []
     for process in server.remember():
         try:
-            title = " ".join(process.cmdline())
-        except psutil.Error:
+            if " ".join(process.cmdline()).startswith("ray::ServeReplica:evenhand:Gateway"):
+                found.append(process)
+        except psutil.NoSuchProcess:
             continue
-        if title.startswith("ray::ServeReplica:evenhand:Gateway"):
-            found.append(process)
     return found
 
 
-def client_of(server: Any) -> redis.Redis:
-    settings = server.redis_settings()
-    return redis.Redis(port=int(settings["port"]), password=settings["requirepass"])
+def used(server: Any, tenant: str) -> dict[str, int]:
+    """What Redis has counted."""
+    with redis_of(server) as client:
+        found = client.hgetall(f"eh:v2:{{{tenant}}}:usage")
+    return {name.decode().split("|")[2]: int(n) for name, n in found.items() if name.count(b"|") == 2}
+
+
+class Clients:
+    """Many clients of one tenant: what they were told."""
+
+    def __init__(self, server: Any, tenant: str) -> None:
+        self._server = server
+        self._tenant = tenant
+        self.answered: list[tuple[float, float]] = []
+        """When each request that was admitted was sent, and when its answer was there."""
+        self.refused = 0
+        self.usage: dict[str, int] = {"requests": 0, "input": 0, "output": 0}
+
+    async def ask(self, http: httpx.AsyncClient) -> httpx.Response:
+        body = {"model": self._server.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+        sent = time.monotonic()
+        answer = await http.post("/v1/chat/completions", json=body)
+        if answer.status_code == 429:
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded", answer.text
+            self.refused += 1
+            return answer
+        assert answer.status_code == 200, answer.text
+        self.answered.append((sent, time.monotonic()))
+        usage = answer.json()["usage"]
+        for name, amount in (
+            ("requests", 1), ("input", usage["prompt_tokens"]), ("output", usage["completion_tokens"]),
+        ):  # fmt: skip
+            self.usage[name] += amount
+        return answer
+
+    async def run(self, until: float) -> None:
+        """All of them, each again and again until then, and once at least."""
+        limits = httpx.Limits(max_connections=CLIENTS)
+        headers = self._server.headers(self._tenant)
+        async with httpx.AsyncClient(
+            base_url=self._server.base_url, headers=headers, limits=limits, timeout=60, trust_env=False
+        ) as http:
+
+            async def client(number: int) -> None:
+                chance = random.Random(number)
+                while True:
+                    answer = await self.ask(http)
+                    wait = 1.0 + 2.0 * chance.random()
+                    if number % 2 and answer.status_code == 429:  # half of them do as they are told
+                        wait = int(answer.headers["retry-after-ms"]) / 1000
+                    if time.monotonic() + wait >= until:
+                        return
+                    await asyncio.sleep(wait)
+
+            await asyncio.gather(*(client(number) for number in range(CLIENTS)))
+
+    def check_sums(self) -> None:
+        """Redis and the ledger have what clients were told."""
+        self._server.wait_until(lambda: used(self._server, self._tenant) == self.usage, 10)
+        files = LedgerFiles(self._server.data_dir / "ledger")
+
+        def rows() -> list[dict[str, Any]]:
+            return list(files.read(tenant=self._tenant))
+
+        self._server.wait_until(lambda: len(rows()) == self.usage["requests"], 20)
+        for name in ("input", "output"):
+            assert sum(row[f"{name}_tokens"] for row in rows()) == self.usage[name]
+
+
+def test_e01_two_hundred_clients_at_once_twenty_times(server: Any) -> None:
+    for number in range(REPEATS):
+        clients = Clients(server, f"rated{number}")
+        begin = time.monotonic()
+        asyncio.run(clients.run(until=0.0))
+        assert time.monotonic() - begin < WINDOW_S, "too slow to tell"
+        assert (len(clients.answered), clients.refused) == (LIMIT, CLIENTS - LIMIT), f"repeat {number}"
+        clients.check_sums()
+
+
+def test_e10_no_window_sees_more_than_the_limit(server: Any) -> None:
+    """A request that was sent and answered inside a window was admitted in it."""
+    clients = Clients(server, "steady")
+    asyncio.run(clients.run(until=time.monotonic() + 2.3 * WINDOW_S))
+    print(f"admitted {len(clients.answered)}, refused {clients.refused}")
+    for begin, _ in clients.answered:
+        inside = sum(begin <= sent and done < begin + WINDOW_S for sent, done in clients.answered)
+        assert inside <= LIMIT
+    assert len(clients.answered) > 2 * LIMIT, "and every minute could use all of it"
+    clients.check_sums()
+
+
+def test_a_gateway_of_three_is_killed_with_fifty_requests_in_flight(server: Any) -> None:
+    """Slots and holds of its requests are back within 30 s, the others go on; every request has one row."""
+    told = {"requests": 0, "input": 0, "output": 0}
+    broken = 0
+
+    async def scenario() -> None:
+        nonlocal broken
+
+        async def one(client: Any) -> Any:
+            request = {"model": server.model, "messages": [{"role": "user", "content": "Hi"}]}
+            return await client.chat.completions.create(max_tokens=7000, **request)
+
+        async with server.async_openai("crash", timeout=300) as client:
+            calls = [asyncio.create_task(one(client)) for _ in range(50)]
+            await asyncio.to_thread(server.wait_until, lambda: server.slots("crash") == 50, 20)
+            victim = random.choice(gateways(server))
+            victim.kill()
+            killed = time.monotonic()
+            done, _ = await asyncio.wait(calls, timeout=3)
+            broken = sum(call.exception() is not None for call in done)
+            assert 0 < broken < 50, "it had some of them"
+            await asyncio.to_thread(
+                server.wait_until,
+                lambda: server.slots("crash") <= 50 - broken,
+                45 - (time.monotonic() - killed),
+            )
+            print(f"{broken} broken; their slots were back after {time.monotonic() - killed:.1f} s")
+            assert all(not call.done() or call.exception() is not None or call.result() for call in calls)
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                if not isinstance(answer, BaseException):
+                    told["requests"] += 1
+                    told["input"] += answer.usage.prompt_tokens
+                    told["output"] += answer.usage.completion_tokens
+
+    asyncio.run(scenario())
+    assert told["requests"] == 50 - broken
+    server.wait_until(lambda: server.slots("crash") == 0, 10)
+    server.wait_until(lambda: used(server, "crash") == told, 10)
+    files = LedgerFiles(server.data_dir / "ledger")
+    server.wait_until(lambda: len(list(files.read(tenant="crash"))) == 50, 40)
+    rows = list(files.read(tenant="crash"))
+    assert sorted(row["outcome"] for row in rows) == ["lapsed"] * broken + ["ok"] * (50 - broken)
+    assert sum(row["output_tokens"] for row in rows) == told["output"], "and none is charged twice"
+    server.wait_until(lambda: len(gateways(server)) == GATEWAYS, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -17,7 +18,9 @@ from conftest import PATIENT, demand, eventually, take, tenant
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from tenancy import owed
 from tenancy.embedded_redis import EmbeddedRedis, _free_port, find_server
+from tenancy.ledger import LedgerFiles
 from tenancy.models import Tenant
 from tenancy.quota import Hold, QuotaRefusal, QuotaStore, QuotaUnavailable, Used
 from tenancy.redis import connect
@@ -326,6 +329,48 @@ async def test_e07_what_was_admitted_in_an_outage_counts_after_it(plain: PlainSe
     await store.settle(live, Used(50))
     assert isinstance(await store.reserve(who, demand(input_tokens=10)), QuotaRefusal)
     await store.aclose()
+
+
+async def test_no_row_is_lost_of_usage_that_redis_never_confirmed(
+    plain: PlainServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Redis certainly has not is sent for as long as it takes; what it may have goes to the ledger's file."""
+    monkeypatch.setattr(owed, "SENT_AGAIN_FOR_S", 0.5)
+    files = LedgerFiles(tmp_path / "ledger")
+    plain.start()
+    await ready(plain.url)
+    client = connect(plain.url)
+    store = QuotaStore(client, probe_interval_s=0.05, unconfirmed=files.write)
+    who = tenant(tokens_per_day=1000, on_outage="open")
+    holds = [await take(store, who, request_id=f"r{i}", input_tokens=1) for i in range(5)]
+    plain.kill()
+    for hold in holds[:4]:
+        await store.settle(hold, Used(10))  # the first three open the breaker: they may have been made
+    assert not store.healthy and store.owed == 4
+
+    async def given_up() -> bool:
+        return store.owed == 1
+
+    await eventually(given_up)
+    rows = list(files.read())
+    assert [row["request"] for row in rows] == ["r0", "r1", "r2"]
+    assert [row["input_tokens"] for row in rows] == [10] * 3
+    plain.start()
+
+    async def charged() -> bool:
+        return store.owed == 0 and store.healthy
+
+    await eventually(charged)
+    [day] = await store.usage("alpha")
+    assert (day.requests, day.input_tokens) == (1, 10)
+    stream = await client.xrange("eh:v2:{alpha}:ledger")
+    assert [json.loads(fields[b"row"])["request"] for _, fields in stream] == ["r3"]
+
+    plain.kill()
+    await store.settle(holds[4], Used(10))
+    await store.aclose()  # the gateway stops meanwhile
+    assert [row["request"] for row in files.read()] == ["r0", "r1", "r2", "r4"]
+    await client.aclose()
 
 
 async def test_gateways_that_end_are_counted_no_more(redis_url: str, redis: Redis) -> None:
