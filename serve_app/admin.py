@@ -7,14 +7,15 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import SecretStr, ValidationError
 from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from serve_app.admin_bodies import KeyRequest, RotateRequest, parsed, read_json
 from serve_app.api import errors
 from serve_app.api.errors import ApiError, invalid_request
 from serve_app.config_errors import describe
@@ -22,32 +23,9 @@ from serve_app.logins import Logins, bearer
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import Change, ConflictError, DirectoryStore, Unchanged
 from tenancy.keys import new_key
-from tenancy.models import KeyRecord, Limits, Price, Tenant, unpriced_model
+from tenancy.models import KeyRecord, Price, Tenant, unpriced_model
 from tenancy.quota import QuotaUnavailable
 from tenancy.tiers import with_tier
-
-MAX_BODY_BYTES = 256 * 1024
-MAX_OVERLAP_S = 90 * 86_400
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-
-
-class KeyRequest(_Body):
-    """What may be said about a key. `expires_in_s` counts from now."""
-
-    name: Annotated[str, Field(max_length=200)] | None = None
-    models: list[str] | None = None
-    routes: list[str] | None = None
-    limits: Limits | None = None
-    expires_in_s: Annotated[int, Field(ge=1)] | None = None
-
-
-class RotateRequest(_Body):
-    """For how long the old key stays valid beside the new one."""
-
-    overlap_s: Annotated[int, Field(ge=0, le=MAX_OVERLAP_S)] = 86_400
 
 
 class Admin:
@@ -123,7 +101,7 @@ class Admin:
         return JSONResponse(self._shown(self._existing(request.path_params["id"]).id))
 
     async def _create_tenant(self, request: Request, who: str) -> Response:
-        tenant = self._valid(await _json(request))
+        tenant = self._valid(await read_json(request))
         if tenant.demo:
             raise invalid_request("demo cannot be set here.", "demo")
         if self._directory.get(tenant.id) is not None:
@@ -133,7 +111,7 @@ class Admin:
 
     async def _change_tenant(self, request: Request, who: str) -> Response:
         """Replaces the fields that are given, each as a whole; null takes one away."""
-        changes = await _json(request)
+        changes = await read_json(request)
         old = self._stated(request)
         if changes.get("id", old.id) != old.id:
             raise invalid_request("A tenant's id cannot be changed.", "id")
@@ -207,7 +185,7 @@ class Admin:
 
     async def _create_key(self, request: Request, who: str) -> Response:
         """The answer is the only place that ever shows the key."""
-        data = await _json(request)
+        data = await read_json(request)
         tenant = self._existing(request.path_params["id"])
         fields = self._key_fields(data, tenant)
         record, key = self._new_key(
@@ -217,7 +195,7 @@ class Admin:
         return JSONResponse({**_key(record), "key": key}, 201)
 
     async def _change_key(self, request: Request, who: str) -> Response:
-        data = await _json(request)
+        data = await read_json(request)
         old = self._existing_key(request)
         tenant = self._existing(old.tenant)
         new = old.model_copy(update=self._key_fields(data, tenant))
@@ -233,7 +211,7 @@ class Admin:
 
     async def _rotate_key(self, request: Request, who: str) -> Response:
         """A new key with the same scopes; the old one ends after the overlap."""
-        overlap = _parsed(RotateRequest, await _json(request)).overlap_s
+        overlap = parsed(RotateRequest, await read_json(request)).overlap_s
         old = self._existing_key(request)
         tenant = self._existing(old.tenant)
         now = int(time.time())
@@ -262,7 +240,7 @@ class Admin:
         return key
 
     def _key_fields(self, data: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
-        asked = _parsed(KeyRequest, data)
+        asked = parsed(KeyRequest, data)
         for model in asked.models or []:
             self._require_model(model, "models")
             if not tenant.may_use(model):
@@ -330,25 +308,3 @@ class Admin:
 
 def _key(key: KeyRecord) -> dict[str, Any]:
     return key.model_dump(mode="json", exclude={"digest"}, exclude_none=True)
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise errors.request_too_large(MAX_BODY_BYTES)
-    try:
-        data = json.loads(body or b"{}")
-    except (ValueError, RecursionError):
-        raise invalid_request("The body must be a JSON object.") from None
-    if not isinstance(data, dict):
-        raise invalid_request("The body must be a JSON object.")
-    return data
-
-
-def _parsed(model: type[Any], data: dict[str, Any]) -> Any:
-    try:
-        return model.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise invalid_request(f"{describe(error, model, data)}.") from None
