@@ -37,11 +37,11 @@ from serve_app.telemetry.records import Outcome, RequestRecord, bounded
 from serve_app.telemetry.tracing import outgoing_headers
 from tenancy.directory import Identity, TenantDirectory
 from tenancy.models import Tenant
-from tenancy.quota import QuotaStore, QuotaUnavailable
+from tenancy.quota import LEASE_MS, QuotaStore, QuotaUnavailable
 
 logger = logging.getLogger(__name__)
 
-RENEW_HOLDS_SECONDS = 10.0
+RENEW_HOLDS_SECONDS = LEASE_MS / 3000
 CLIENT_CLOSED_REQUEST = 499
 
 OFF_LOOP_BYTES = 16 * 1024

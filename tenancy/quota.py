@@ -32,6 +32,10 @@ __all__ = ["PREFIX", "Demand", "Hold", "QuotaRefusal", "QuotaStore", "QuotaUnava
 logger = logging.getLogger(__name__)
 
 RESERVE_ATTEMPTS = 2
+LEASE_MS = 18_000
+"""How long a hold lives that nobody renews. With the sweep of the ledger's writer every 10 s, what a dead gateway held
+is gone within 30 s."""
+
 
 RefusalCode = Literal[
     "rate_limit_exceeded", "tokens_limit_exceeded", "concurrency_limit_exceeded", "budget_exceeded"
@@ -114,7 +118,7 @@ class QuotaStore:
         prefix: str = PREFIX,
         *,
         prices: Mapping[str, Price] | None = None,
-        lease_ms: int = 30_000,
+        lease_ms: int = LEASE_MS,
         probe_interval_s: float = 1.0,
         unconfirmed: Callable[[list[LedgerRow]], None] | None = None,
     ) -> None:

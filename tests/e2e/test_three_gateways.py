@@ -53,10 +53,11 @@ def gateways(server: Any) -> list[psutil.Process]:
 
 
 def used(server: Any, tenant: str) -> dict[str, int]:
-    """What Redis has counted."""
+    """What Redis has counted: requests, and input and output tokens."""
     with redis_of(server) as client:
         found = client.hgetall(f"eh:v2:{{{tenant}}}:usage")
-    return {name.decode().split("|")[2]: int(n) for name, n in found.items() if name.count(b"|") == 2}
+    counted = {name.decode().split("|")[-1]: int(n) for name, n in found.items()}
+    return {name: counted.get(name, 0) for name in ("requests", "input", "output")}
 
 
 class Clients:
@@ -167,18 +168,19 @@ def test_a_gateway_of_three_is_killed_with_fifty_requests_in_flight(server: Any)
             await asyncio.to_thread(
                 server.wait_until,
                 lambda: server.slots("crash") <= 50 - broken,
-                45 - (time.monotonic() - killed),
+                30 - (time.monotonic() - killed),
             )
             print(f"{broken} broken; their slots were back after {time.monotonic() - killed:.1f} s")
-            assert all(not call.done() or call.exception() is not None or call.result() for call in calls)
             for answer in await asyncio.gather(*calls, return_exceptions=True):
                 if not isinstance(answer, BaseException):
                     told["requests"] += 1
                     told["input"] += answer.usage.prompt_tokens
                     told["output"] += answer.usage.completion_tokens
+                elif told["requests"]:
+                    print(repr(answer))
 
     asyncio.run(scenario())
-    assert told["requests"] == 50 - broken
+    assert told["requests"] == 50 - broken, "the others went on"
     server.wait_until(lambda: server.slots("crash") == 0, 10)
     server.wait_until(lambda: used(server, "crash") == told, 10)
     files = LedgerFiles(server.data_dir / "ledger")

@@ -30,7 +30,7 @@ async def test_a_period_that_ends_with_holds_in_flight(
     who = tenant(**{limit: 100})
     settled, voided, lapsed = [await take(clocked, who, input_tokens=30) for _ in range(3)]
     for _ in range(2):
-        await clocked.advance(20_000_000)
+        await clocked.advance(12_000_000)
         await clocked.renew([settled, voided])
     whole = await take(clocked, who, input_tokens=100)
     assert await budget(redis, limit) == [0, 100], "all of the new period is there"
