@@ -182,7 +182,7 @@ def test_a_disabled_tenant_is_refused_and_its_streams_run_to_their_end(server: A
         request = {"model": server.model, "messages": MESSAGES}
         with server.openai("alpha", api_key=key["key"]) as client:
             stream = client.chat.completions.create(
-                max_tokens=2000, stream=True, stream_options={"include_usage": True}, **request
+                max_tokens=600, stream=True, stream_options={"include_usage": True}, **request
             )
             next(iter(stream))
             newer = admin.post(f"/keys/{key['id']}/rotate", json={"overlap_s": 0}).json()["key"]

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 GATEWAYS, CLIENTS, LIMIT, REPEATS = 3, 200, 20, 20
 WINDOW_S = 60.0
+ADMIN_KEY = "eh_admin_key_for_these_tests"
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def server(start_server: Any) -> Iterator[Any]:
     def change(config: dict[str, Any]) -> None:
         gateway = config["applications"][0]["deployments"][0]
         gateway["num_replicas"] = GATEWAYS
+        gateway["user_config"]["admin"] = {"keys": {"ops": ADMIN_KEY}}
         limits = {"requests_per_minute": LIMIT, "tokens_per_day": 10**9}
         tenants = {f"rated{number}": limits for number in range(REPEATS)}
         tenants["steady"] = limits
@@ -142,6 +144,41 @@ def test_e10_no_window_sees_more_than_the_limit(server: Any) -> None:
         assert inside <= LIMIT
     assert len(clients.answered) > 2 * LIMIT, "and every minute could use all of it"
     clients.check_sums()
+
+
+def test_f19_a_revoked_key_is_refused_by_all_of_them_within_a_second(server: Any) -> None:
+    async def scenario() -> tuple[float, int]:
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        limits = httpx.Limits(max_keepalive_connections=0)  # each request on its way to any of the gateways
+        async with httpx.AsyncClient(base_url=server.base_url, limits=limits, trust_env=False) as http:
+            made = (await http.post("/admin/v1/tenants/alpha/keys", json={}, headers=admin)).json()
+            headers = {"Authorization": f"Bearer {made['key']}"}
+            last, stop = 0.0, False
+
+            async def hammer() -> int:
+                nonlocal last
+                refused = 0
+                while not stop:
+                    answer = await http.get("/v1/models", headers=headers)
+                    if answer.status_code == 200:
+                        last = time.monotonic()
+                    else:
+                        assert answer.status_code == 401, answer.text
+                        refused += 1
+                return refused
+
+            await asyncio.sleep(1.0)
+            calls = [asyncio.create_task(hammer()) for _ in range(9)]
+            await asyncio.sleep(1.0)
+            await http.delete(f"/admin/v1/keys/{made['id']}", headers=admin)
+            revoked = time.monotonic()
+            await asyncio.sleep(3.0)
+            stop = True
+            return last - revoked, sum(await asyncio.gather(*calls))
+
+    late, refused = asyncio.run(scenario())
+    print(f"last accepted {1e3 * late:.0f} ms after it was revoked; then refused {refused} times")
+    assert late < 1.0 and refused > 30
 
 
 def test_a_gateway_of_three_is_killed_with_fifty_requests_in_flight(server: Any) -> None:
