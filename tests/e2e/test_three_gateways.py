@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import redis
+
+from tenancy.ledger import LedgerFiles
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
