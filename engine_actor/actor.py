@@ -21,7 +21,7 @@ from engine_actor.build import EngineOptions, build_engine, model_length
 from engine_actor.calibration import calibrate
 from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.loop import EngineLoop, StepOutcome
-from engine_actor.report import engine_report, with_events_of
+from engine_actor.report import engine_report, same_load, with_events_of
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
@@ -34,6 +34,9 @@ OWNER_LEASE_SECONDS = 15.0
 REQUEST_LEASE_SECONDS = 10.0
 STALL_SECONDS = 30.0
 """An engine with work that makes no progress for this long is unhealthy. Longer than any sane step on a CPU."""
+
+REPORT_SECONDS = 0.02
+"""A step that only adds tokens to what runs is reported with a later one, this long after the last report."""
 
 _TICK_SECONDS = 1.0
 
@@ -266,17 +269,17 @@ class EngineActor:
             if key in lease.live:
                 lease.live[key] = expiry
 
-    async def stream(self, gateway: str) -> AsyncIterator[StepMessage]:
-        """All streams of one gateway, one message per step. A later call takes over from an earlier one."""
+    async def stream(self, gateway: str) -> AsyncIterator[bytes]:
+        """All streams of one gateway, one packed StepMessage per step. A later call takes over from an earlier one."""
         lease = self._lease(gateway)
         outbox: asyncio.Queue[StepMessage | None] = asyncio.Queue()
         old, lease.outbox = lease.outbox, outbox
         while not old.empty():
             outbox.put_nowait(old.get_nowait())
         old.put_nowait(None)
-        yield StepMessage(self._spec.name, self.epoch, 0, time.time_ns())
+        yield StepMessage(self._spec.name, self.epoch, 0, time.time_ns()).pack()
         while (message := await outbox.get()) is not None:
-            yield message
+            yield message.pack()
 
     def _lease(self, gateway: str) -> _GatewayLease:
         lease = self._gateways.get(gateway)
@@ -317,7 +320,8 @@ class EngineActor:
         return self._queue_epoch
 
     async def reports(self, queue_epoch: int) -> AsyncIterator[EngineReport]:
-        """A report after every step, and twice a second when idle, to the fair queue of the highest epoch.
+        """Reports to the fair queue of the highest epoch: after every step that changes what decides an entry, else
+        with the first step after REPORT_SECONDS, and twice a second when idle.
 
         Raises StaleEpochError for an epoch that is not higher than every one before.
         """
@@ -326,13 +330,22 @@ class EngineActor:
         self._queue_epoch = queue_epoch
         queue: asyncio.Queue[EngineReport] = asyncio.Queue()
         self._report_queue = queue
+        sent, sent_at = None, 0.0
+        held: EngineReport | None = None
         if self._last_report is not None:
             all_pages = tuple(self._cached_pages)
             yield replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
         while self._report_queue is queue:
             report = await queue.get()
+            if held is not None:
+                report, held = with_events_of(held, report), None
             while not queue.empty():  # a reader that lags gets the newest state and misses no event
                 report = with_events_of(report, queue.get_nowait())
+            now = time.monotonic()
+            if sent is not None and now - sent_at < REPORT_SECONDS and same_load(sent, report):
+                held = report
+                continue
+            sent, sent_at = report, now
             yield report
 
     async def stats(self) -> EngineStatsSnapshot:

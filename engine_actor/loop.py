@@ -93,15 +93,19 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand a request over; its rows come through `on_outcome`. Thread-safe."""
-        self._inbox.put(lambda: self._submit(request))
+        """Hand a request over; its rows come through `on_outcome`. Thread-safe.
+
+        It is accepted now: the step in flight, which it has to wait for, is the engine's own time.
+        """
+        now = time.monotonic()
+        self._inbox.put(lambda: self._submit(request, now))
 
     def abort(self, request: str, attempt: int) -> None:
         """Ask for the end of a request; unknown ones are ignored. Thread-safe."""
         self._inbox.put(lambda: self._scheduler.abort(request, attempt))
 
-    def _submit(self, request: EngineRequest) -> None:
-        self._scheduler.submit(request, time.monotonic())
+    def _submit(self, request: EngineRequest, now: float) -> None:
+        self._scheduler.submit(request, now)
         self._accepted.append((request.ticket, request.attempt))
 
     def _run(self) -> None:

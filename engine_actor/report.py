@@ -71,3 +71,21 @@ def with_events_of(older: EngineReport, newer: EngineReport) -> EngineReport:
         page_hashes_added=tuple(set(older.page_hashes_added) - removed | added),
         page_hashes_removed=tuple(set(older.page_hashes_removed) - added | removed),
     )
+
+
+def same_load(older: EngineReport, newer: EngineReport) -> bool:
+    """Between the two nothing came, began to answer or ended, no prompt was computed, and no limit has moved."""
+    if newer.accepted or newer.first_tokens or newer.completed:
+        return False
+    return _load(older) == _load(newer)
+
+
+def _load(report: EngineReport) -> tuple[object, ...]:
+    return (
+        report.running,
+        report.waiting,
+        report.waiting_prefill_tokens,
+        report.max_num_seqs,
+        report.draining,
+        report.live_sequences,
+    )

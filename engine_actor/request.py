@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -129,3 +130,20 @@ class StepMessage:
     step: int
     wall_time_ns: int
     rows: tuple[StreamRow, ...] = field(default=())
+
+    def pack(self) -> bytes:
+        """For the way to another process: Ray moves bytes as they are, and unpacks anything else twice.
+
+        Rows travel as plain tuples without the fields that are mostly empty: named ones take ten times as long.
+        """
+        rows = [row[:3] if row[3:] == _MOSTLY_EMPTY else tuple(row) for row in self.rows]
+        return pickle.dumps((self.engine, self.engine_epoch, self.step, self.wall_time_ns, rows), protocol=5)
+
+    @staticmethod
+    def unpack(data: bytes) -> StepMessage:
+        """The message of `pack`, from an engine of ours: pickle is not for strangers."""
+        engine, engine_epoch, step, wall_time_ns, rows = pickle.loads(data)
+        return StepMessage(engine, engine_epoch, step, wall_time_ns, tuple([StreamRow(*row) for row in rows]))
+
+
+_MOSTLY_EMPTY = StreamRow("", 0, ())[3:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import uuid
@@ -102,6 +103,9 @@ class Gateway:
             self._gateway.quota = self._connect(self._redis_url)
         else:
             self._watch = asyncio.create_task(self._watch_redis())
+        # What loading left behind stays: a full collection over it would hold up every stream.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve calls for the ASGI app of this replica."""

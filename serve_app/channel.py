@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ray
 
 from engine_actor.actor import EngineDescription, EngineNotReadyError, StaleEpochError
-from engine_actor.request import EngineRequest, StreamRow
+from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from serve_app.owner import find_actor
 from serve_app.within import within
 
@@ -36,11 +36,10 @@ class GrantVoidError(RuntimeError):
     """The engine did not take the request: the grant came too late or from an older authority. Ask again."""
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """Rows of one request from one step, with the engine's wall clock at its end."""
 
-    rows: tuple[StreamRow, ...]
+    rows: Sequence[StreamRow]
     wall_time_ns: int
 
 
@@ -50,10 +49,15 @@ class Mailbox:
     def __init__(self, keys: list[Key], attempt: int) -> None:
         self.keys = keys
         self.attempt = attempt
+        self.delivered = False
+        """Rows have come."""
         self._items: deque[Delivery | EngineLostError] = deque()
         self._arrival: asyncio.Future[None] | None = None
+        self._give_up_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, item: Delivery | EngineLostError) -> None:
+        self.delivered = True
         self._items.append(item)
         self._wake()
 
@@ -65,11 +69,10 @@ class Mailbox:
         if not self._items:
             loop = asyncio.get_running_loop()
             self._arrival = loop.create_future()
-            timer = loop.call_later(seconds, self._wake)
+            self._set_timer(loop, seconds)
             try:
                 await self._arrival
             finally:
-                timer.cancel()
                 self._arrival = None
         if not self._items:
             return None
@@ -77,6 +80,29 @@ class Mailbox:
         if isinstance(item, EngineLostError):
             raise item
         return item
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        """One timer serves many calls, most of which have their rows long before: it goes off too early, and on."""
+        self._give_up_at = loop.time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= self._give_up_at:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._give_up_at, self._time_out, loop)
+
+    def _time_out(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._arrival is None:
+            return
+        if loop.time() < self._give_up_at:
+            self._timer = loop.call_at(self._give_up_at, self._time_out, loop)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -130,6 +156,7 @@ class EngineChannel:
         for key in mailbox.keys:
             if self._mailboxes.get(key) is mailbox:
                 del self._mailboxes[key]
+        mailbox.close()
 
     async def stats(self) -> Any:
         """The engine's counters, or None when it does not answer."""
@@ -161,24 +188,31 @@ class EngineChannel:
         description = await actor.describe.remote()
         stream = actor.stream.options(num_returns="streaming").remote(self._gateway)
         async for reference in stream:
-            message = await reference
+            message = StepMessage.unpack(await reference)
             if self.description is None:
                 self._actor, self.description = actor, description
                 logger.info("connected to engine %s, epoch %d", self._engine, description.engine_epoch)
             self._deliver(message.rows, message.wall_time_ns)
 
     def _deliver(self, rows: tuple[StreamRow, ...], wall_time_ns: int) -> None:
-        by_mailbox: dict[int, tuple[Mailbox, list[StreamRow]]] = {}
+        """Sort rows by mailbox. Whoever waits for a first token gets it before the others get their next one."""
+        first: dict[Mailbox, list[StreamRow]] = {}
+        later: dict[Mailbox, list[StreamRow]] = {}
         for row in rows:
             key = (row.request, row.attempt)
             mailbox = self._mailboxes.get(key)
             if mailbox is None:
                 continue
-            by_mailbox.setdefault(id(mailbox), (mailbox, []))[1].append(row)
+            part = later if mailbox.delivered else first
+            if (own := part.get(mailbox)) is None:
+                part[mailbox] = [row]
+            else:
+                own.append(row)
             if row.finish_reason is not None:
                 del self._mailboxes[key]
-        for mailbox, own in by_mailbox.values():
-            mailbox.put(Delivery(tuple(own), wall_time_ns))
+        for part in (first, later):
+            for mailbox, own in part.items():
+                mailbox.put(Delivery(own, wall_time_ns))
 
     def _lose(self) -> None:
         self._actor, self.description = None, None

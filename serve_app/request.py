@@ -14,7 +14,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 from engine_actor.executor import PAGE_SIZE
 from engine_actor.request import EngineRequest, RequestUsage
@@ -22,13 +21,14 @@ from policies.page_hashes import page_hashes
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.api.endpoints import ParsedRequest
 from serve_app.api.errors import ApiError
-from serve_app.api.responses import SSE_DONE, Usage, sse
-from serve_app.channel import EngineChannel, EngineLostError, GrantVoidError, Mailbox
+from serve_app.api.responses import Usage
+from serve_app.channel import Delivery, EngineChannel, EngineLostError, GrantVoidError, Mailbox
 from serve_app.connection import Connection
 from serve_app.idempotent import Repeatable
 from serve_app.pool import ModelPool, QueueGoneError
 from serve_app.quota_answers import fit_lengths, quota_error, rate_headers
 from serve_app.sequence import Sequence, TextEvent
+from serve_app.stream_events import StreamEvents
 from serve_app.targets import ADMISSION_HEADER, Targets, elapsed_when_asked, refusal_error
 from serve_app.telemetry.records import EngineTimings, Outcome, RequestRecord
 from tenancy.directory import Identity
@@ -40,6 +40,7 @@ MAX_RUNS = 2
 """Times a request is given to an engine: once more when it was lost before a byte was sent."""
 
 HEARTBEAT_SECONDS = 15.0
+_HEARTBEAT = b": heartbeat\n\n"
 _LAST_ROWS_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 0.05
 
@@ -149,35 +150,15 @@ class RequestLife:
         await connection.send_json(200, self._parsed.builder.full(choices, self.usage()), self.headers)
 
     async def _stream_answer(self, connection: Connection) -> None:
-        builder = self._parsed.builder
-        started: set[int] = set()
+        stream = StreamEvents(self._parsed.builder)
 
         async def on_grant() -> None:
             if connection.status is None:
                 await connection.start_stream(self.headers)
 
         async for events in self._events(on_grant):
-            if not events:
-                await connection.send_event(b": heartbeat\n\n")
-                continue
-            chunks: list[dict[str, Any]] = []
-            for event in events:
-                if event.index not in started:
-                    started.add(event.index)
-                    first = builder.first(event.index)
-                    if first is not None:
-                        chunks.append(first)
-                if event.text or event.entries:
-                    chunks.append(builder.delta(event.index, event.text, event.entries))
-                if event.finish_reason is not None:
-                    chunks.append(builder.finish(event.index, event.finish_reason))
-            if builder.continuous_usage:
-                usage = self.usage().to_dict()
-                chunks = [{**chunk, "usage": usage} for chunk in chunks]
-            if chunks:
-                await connection.send_event(b"".join(map(sse, chunks)))
-        tail = sse(builder.usage_chunk(self.usage())) if builder.include_usage else b""
-        await connection.send_event(tail + SSE_DONE)
+            await connection.send_event(stream.encode(events, self.usage) if events else _HEARTBEAT)
+        await connection.send_event(stream.end(self.usage()))
         await connection.end_stream()
 
     async def _events(self, on_grant: Callable[[], Awaitable[None]] | None) -> AsyncIterator[list[TextEvent]]:
@@ -192,10 +173,13 @@ class RequestLife:
                 await on_grant()
             runs += 1
             try:
-                await self._submit(grant)
-                async for events in self._receive():
-                    sent = sent or (bool(events) and self._parsed.stream)
-                    yield events
+                mailbox = await self._submit(grant)
+                while not self.complete:
+                    delivery = await mailbox.get(HEARTBEAT_SECONDS)
+                    events = [] if delivery is None else self._take(delivery)
+                    if events or delivery is None:
+                        sent = sent or (bool(events) and self._parsed.stream)
+                        yield events
                 return
             except GrantVoidError:
                 runs -= 1  # the engine never had it
@@ -245,8 +229,8 @@ class RequestLife:
             self.record.predicted_first_token_ms = elapsed_ms + answer.predicted_ttft_ms
         return answer
 
-    async def _submit(self, grant: Grant) -> None:
-        """Step 5: hand the token ids to the engine that the grant names."""
+    async def _submit(self, grant: Grant) -> Mailbox:
+        """Step 5: hand the token ids to the engine that the grant names; its rows come to the mailbox."""
         channel = self._channel = self._pool.channels[grant.engine]
         self._mailbox = None
         predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
@@ -271,38 +255,33 @@ class RequestLife:
         self._mailbox = await channel.submit(requests, grant.attempt, grant.engine_epoch)
         self.record.engine = grant.engine
         self.record.submitted_ms = self.record.now_ms()
+        return self._mailbox
 
-    async def _receive(self) -> AsyncIterator[list[TextEvent]]:
-        """Steps 6 to 8: turn the rows of each step into text."""
-        assert self._mailbox is not None and self._channel is not None
-        while not self.complete:
-            delivery = await self._mailbox.get(HEARTBEAT_SECONDS)
-            if delivery is None:
-                yield []
+    def _take(self, delivery: Delivery) -> list[TextEvent]:
+        """Steps 6 to 8: turn the rows of a step into text. Raises ApiError, EngineLostError."""
+        assert self._channel is not None
+        events: list[TextEvent] = []
+        for row in delivery.rows:
+            sequence = self._sequences[int(row.request.rpartition("/")[2])]
+            if sequence.finish_reason is not None:
                 continue
-            events: list[TextEvent] = []
-            for row in delivery.rows:
-                sequence = self._sequences[int(row.request.rpartition("/")[2])]
-                if sequence.finish_reason is not None:
-                    continue
-                sequence.usage = row.usage or sequence.usage
-                if row.timings is not None:
-                    self.record.engine_timings.append(
-                        EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
-                    )
-                if row.finish_reason == "error":
-                    raise ApiError("internal_error", "The engine could not compute this request.")
-                if row.finish_reason == "abort":
-                    raise EngineLostError("the engine gave the request up")
-                event = sequence.take(row)
-                if row.finish_reason is None and sequence.stopped:
-                    self._channel.abort([(row.request, row.attempt)])
-                if row.token_ids:
-                    self.record.token_sent(self.record.now_ms(), sequence.index)
-                if event is not None:
-                    events.append(event)
-            if events:
-                yield events
+            sequence.usage = row.usage or sequence.usage
+            if row.timings is not None:
+                self.record.engine_timings.append(
+                    EngineTimings(delivery.wall_time_ns, row.timings, sequence.index)
+                )
+            if row.finish_reason == "error":
+                raise ApiError("internal_error", "The engine could not compute this request.")
+            if row.finish_reason == "abort":
+                raise EngineLostError("the engine gave the request up")
+            event = sequence.take(row)
+            if row.finish_reason is None and sequence.stopped:
+                self._channel.abort([(row.request, row.attempt)])
+            if row.token_ids:
+                self.record.token_sent(self.record.now_ms(), sequence.index)
+            if event is not None:
+                events.append(event)
+        return events
 
     # Step 9 -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._checker = StopChecker(stop)
+        self._searches = bool(stop)
         self._min_tokens = min_tokens
         self._characters = 0
         self.offsets: list[int] = []
@@ -38,15 +39,23 @@ class TextStream:
 
         `ends`: the last id is the one that ended the generation; it counts, and its text is not shown.
         """
+        if self.stopped:
+            return "", True
         pieces = []
+        checker = self._checker if self._searches else None
         last = len(token_ids) - 1 if ends else None
         for index, token_id in enumerate(token_ids):
-            if self.stopped:
-                break
             self.offsets.append(self._characters)
-            text = "" if index == last else self._detokenizer.feed(token_id)
+            if index == last:
+                break
+            text = self._detokenizer.feed(token_id)
             self._characters += len(text)
-            pieces.append(text if self.tokens <= self._min_tokens else self._checker.feed(text))
+            if checker is not None and len(self.offsets) > self._min_tokens:
+                text = checker.feed(text)
+                if checker.matched is not None:
+                    pieces.append(text)
+                    break
+            pieces.append(text)
         return "".join(pieces), self.stopped
 
     def finish(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,15 @@ from engine_actor import actor as actor_module
 from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
 from engine_actor.build import EngineOptions
 from engine_actor.executor import PAGE_SIZE
-from engine_actor.request import EngineRequest, SamplingParams, StreamRow
+from engine_actor.request import (
+    EngineRequest,
+    RequestTimings,
+    RequestUsage,
+    SamplingParams,
+    StepMessage,
+    StreamRow,
+    TokenLogprob,
+)
 from engine_actor.step import StepRecord, StepResult
 from engine_actor.stub_runner import STUB_TEXT, StubRunner
 from policies.page_hashes import page_hashes
@@ -47,7 +56,7 @@ async def rows_of(engine: EngineActor, gateway: str, until: int = 1) -> list[Str
     """Rows from a gateway's stream until so many requests have ended."""
     rows: list[StreamRow] = []
     async for message in engine.stream(gateway):
-        rows += message.rows
+        rows += StepMessage.unpack(message).rows
         if sum(row.finish_reason is not None for row in rows) >= until:
             break
     return rows
@@ -137,6 +146,80 @@ async def test_reports_carry_cumulative_service_and_acceptances(engine: EngineAc
     totals = [report.served.get("a", 0.0) for report in seen]
     assert totals == sorted(totals)
     assert seen[-1].outstanding.get("a", 0.0) == 0.0
+
+
+async def test_steps_that_only_add_tokens_are_told_together(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "REPORT_SECONDS", 3600.0)
+    reports = engine.reports(1)
+    await anext(reports)
+    await engine.submit("g", [request("r", max_tokens=30)])
+    told: list[EngineReport] = []
+    while not (told and told[-1].completed):
+        told.append(await asyncio.wait_for(anext(reports), 5.0))
+    assert len(told) <= 6, "30 steps, of which few begin or end anything"
+    assert [event for report in told for event in report.accepted] == [("r", 1)]
+    assert [event for report in told for event in report.first_tokens] == [("r", 1)]
+    assert told[-1].served == {"a": 20 + 2 * 30} and told[-1].running == 0
+
+
+async def test_a_long_answer_is_reported_as_it_goes_on(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "REPORT_SECONDS", 0.0)
+    reports = engine.reports(1)
+    await anext(reports)
+    await engine.submit("g", [request("r", max_tokens=30)])
+    served: set[float] = set()
+    while max(served, default=0.0) < 20 + 2 * 30:
+        served.add((await asyncio.wait_for(anext(reports), 5.0)).served.get("a", 0.0))
+    assert len(served) > 10
+
+
+async def test_the_step_in_flight_is_the_engines_own_time(engine: EngineActor) -> None:
+    """A request is accepted when it is handed over, not when the loop next looks."""
+    assert engine._engine_loop is not None
+    scheduler, accepted = engine._engine_loop._scheduler, threading.Event()
+    moments: list[float] = []
+    submit = scheduler.submit
+
+    def note(request: EngineRequest, now: float) -> bool:
+        moments.append(now)
+        accepted.set()
+        return submit(request, now)
+
+    scheduler.submit = note  # type: ignore[method-assign]
+    blocked = threading.Event()
+
+    def hold_up() -> None:
+        blocked.wait(5.0)
+
+    engine._engine_loop._inbox.put(hold_up)
+    engine._engine_loop.submit(request("r"))
+    handed_over = time.monotonic()
+    blocked.set()
+    assert await asyncio.to_thread(accepted.wait, 5.0)
+    assert moments[0] <= handed_over
+
+
+def test_a_step_message_survives_packing() -> None:
+    usage, timings = RequestUsage(3, 0, 1), RequestTimings(0.1, 0.2, None)
+    logprobs = (TokenLogprob(7, -0.5, ((7, -0.5),)),)
+    message = StepMessage(
+        "engine",
+        1,
+        2,
+        3,
+        (
+            StreamRow("r/0", 1, (5,)),
+            StreamRow("s/0", 2, (6, 7), None, None, usage),
+            StreamRow("t/0", 1, (), "error", "no", usage, timings),
+            StreamRow("u/0", 1, (7,), None, None, None, None, logprobs, logprobs),
+        ),
+    )
+    copy = StepMessage.unpack(message.pack())
+    assert copy == message and all(type(row) is StreamRow for row in copy.rows)
 
 
 async def test_a_new_fair_queue_takes_the_reports_over(engine: EngineActor) -> None:
