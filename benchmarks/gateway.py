@@ -1,14 +1,15 @@
 """What everything in front of an engine costs: the real server with the stub engine, measured from outside.
 
-`added_ms` is the client's time to first token minus what the engine itself took from accepting the request to its
-first token. The CPU figure is that of all processes of the server per streamed token, beside that of the same
-scheduler and stub driven in one process without a server.
+`added_ms` is the client's time to first token minus what the engine itself took, from the moment the request was
+handed to it to its first token. The CPU figure is that of all processes of the server per streamed token, beside
+that of a generator in the answering process (`benchmarks.local_generator`), streamed at the same pace by the same
+server, and that of the same scheduler and stub in one process without any server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 import time
 from typing import Any
 
@@ -16,14 +17,19 @@ import numpy as np
 import psutil
 
 from benchmarks.server import RunningServer, running_server
+from benchmarks.stream_load import END, EVENT, StreamLoad, http_request, stream_load
 from benchmarks.workload import BenchmarkError
 
 PROBE_TOKENS, STREAM_TOKENS = 4, 400
 PROMPT = "Measured from outside, token by token. " * 4
 KEY = "eh_alpha_bench"
+_AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
 _SEGMENTS = ("auth", "tokenise", "reserve", "queue", "submit")
+_LONGEST_PAUSE_SECONDS = 0.05
+_WARM_UP_PROBES = 10
 _WARM_UP_SECONDS = 3.0
 _LOG_SECONDS = 5.0
+_TIMEOUT_SECONDS = 60.0
 
 
 def run(streams: int, probes: int, seconds: float) -> dict[str, Any]:
@@ -32,31 +38,42 @@ def run(streams: int, probes: int, seconds: float) -> dict[str, Any]:
     Raises BenchmarkError.
     """
     with running_server(_config(streams)) as server:
-        seen = asyncio.run(_measure(server, streams, probes, seconds))
-        logged = _access_log(server, set(seen["ttft_ms"]))
+        _time_to_first_token(server.port, _request("cold", PROBE_TOKENS))
+        with stream_load(
+            server.port, "/v1/completions", _AUTHORIZATION, _body(STREAM_TOKENS), streams
+        ) as load:
+            load.run_for(_WARM_UP_SECONDS)
+            _probe(server, load, _WARM_UP_PROBES)
+            ttft_ms = _probe(server, load, probes)
+            spent = _spend(server, load, seconds, STREAM_TOKENS / (STREAM_TOKENS + 1))
+        pace = {"max_tokens": STREAM_TOKENS, "step_seconds": streams / spent["tokens_per_s"]}
+        with stream_load(server.port, "/local/stream", {}, pace, streams) as load:
+            load.run_for(_WARM_UP_SECONDS)
+            bare = _spend(server, load, seconds, 1.0)
+        logged = _access_log(server, set(ttft_ms))
     added: list[float] = []
     segments: dict[str, list[float]] = {name: [] for name in (*_SEGMENTS, "stream")}
-    for request, ttft in seen["ttft_ms"].items():
+    for request, ttft in ttft_ms.items():
         stages = logged[request]["stages_ms"]
         added.append(ttft - stages["engine"])
         for name in _SEGMENTS:
             segments[name].append(stages[name])
         segments["stream"].append(added[-1] - sum(stages[name] for name in _SEGMENTS))
-    tokens, cpu = seen["tokens"], seen["cpu_seconds"]
-    local = _local_cpu_per_token(streams)
+    whole, local = spent["cpu_s_per_token"], bare["cpu_s_per_token"]
     return {
         "streams": streams,
         "probes": len(added),
         "added_ms": _percentiles(added),
         "segments": {name: _percentiles(values) for name, values in segments.items()},
-        "streamed_tokens_per_s": round(tokens / seen["seconds"]),
-        "streamed_tokens_per_cpu_s": round(tokens / cpu),
+        "streamed_tokens_per_s": round(spent["tokens_per_s"]),
+        "streamed_tokens_per_cpu_s": round(1 / whole),
         "cpu_s_per_1000_tokens": {
-            "server": round(1000 * cpu / tokens, 4),
+            "server": round(1000 * whole, 4),
             "local_generator": round(1000 * local, 4),
-            "added": round(1000 * (cpu / tokens - local), 4),
+            "added": round(1000 * (whole - local), 4),
+            "engine_without_server": round(1000 * _engine_cpu_per_token(streams), 4),
         },
-        "cpu_share_by_process": seen["cpu_by_process"],
+        "cpu_s_per_1000_tokens_by_process": spent["by_process"],
     }
 
 
@@ -80,100 +97,74 @@ def _config(streams: int) -> dict[str, Any]:
                 "import_path": "serve_app.app:build",
                 "args": {"models": [model]},
                 "deployments": [{"name": "Gateway", "user_config": gateway}],
-            }
+            },
+            {
+                "name": "local",
+                "route_prefix": "/local",
+                "import_path": "benchmarks.local_generator:build",
+                "args": {},
+            },
         ],
     }
 
 
-async def _measure(server: RunningServer, streams: int, probes: int, seconds: float) -> dict[str, Any]:
-    client = _Client(server.port)
-    running = [asyncio.create_task(client.keep_streaming()) for _ in range(streams)]
-    ttft_ms: dict[str, float] = {}
-    try:
-        await _unless_failed(running, asyncio.sleep(_WARM_UP_SECONDS))
-        for number in range(-10, probes):  # the first ten warm up
-            name = f"probe-{number}"
-            took = await _unless_failed(running, client.ask(name, PROBE_TOKENS))
-            if number >= 0:
-                ttft_ms[name] = took
-        before, tokens, begin = _cpu_times(server.process), client.tokens, time.perf_counter()
-        await _unless_failed(running, asyncio.sleep(seconds))
-        after, tokens, took = _cpu_times(server.process), client.tokens - tokens, time.perf_counter() - begin
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    spent = {name: after[name] - before.get(name, 0.0) for name in after}
-    total = sum(spent.values())
-    largest = sorted(spent, key=lambda name: -spent[name])[:6]
+def _body(max_tokens: int) -> dict[str, Any]:
     return {
-        "ttft_ms": ttft_ms,
-        "tokens": tokens,
-        "seconds": took,
-        "cpu_seconds": total,
-        "cpu_by_process": {name: round(spent[name] / total, 3) for name in largest},
+        "model": "default",
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "ignore_eos": True,
     }
 
 
-async def _unless_failed(running: list[asyncio.Task[None]], work: Any) -> Any:
-    """The result of `work`. Raises what a stream ended with, if one does first."""
-    wanted = asyncio.ensure_future(work)
-    await asyncio.wait({wanted, *running}, return_when=asyncio.FIRST_COMPLETED)
-    for task in running:
-        if task.done():
-            wanted.cancel()
-            task.result()
-    return await wanted
+def _request(name: str, max_tokens: int) -> bytes:
+    return http_request("/v1/completions", {**_AUTHORIZATION, "X-Request-Id": name}, _body(max_tokens))
 
 
-class _Client:
-    """Plain sockets and no parsing of JSON: what is measured shares its two cores with us."""
+def _probe(server: RunningServer, load: StreamLoad, probes: int) -> dict[str, float]:
+    """Time to first token of each probe in ms, by request id. They come at random, not in step with the tokens."""
+    ttft_ms: dict[str, float] = {}
+    pauses = np.random.default_rng(0).uniform(0.0, _LONGEST_PAUSE_SECONDS, probes)
+    for number, pause in enumerate(pauses.tolist()):
+        load.run_for(pause)
+        name = f"probe-{number}"
+        ttft_ms[name] = _time_to_first_token(server.port, _request(name, PROBE_TOKENS))
+    return ttft_ms
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.tokens = 0
 
-    async def keep_streaming(self) -> None:
-        while True:
-            await self.ask("stream", STREAM_TOKENS)
+def _time_to_first_token(port: int, request: bytes) -> float:
+    """In ms, from the moment before the request is sent over a new connection, which stands already."""
+    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_SECONDS) as connection:
+        begin = time.perf_counter()
+        connection.sendall(request)
+        seen, first = b"", None
+        while data := connection.recv(65536):
+            seen += data
+            if first is None and EVENT in seen:
+                first = time.perf_counter()
+    if first is None or END not in seen:
+        raise BenchmarkError(f"a probe was not answered: {seen[-500:]!r}")
+    return (first - begin) * 1e3
 
-    async def ask(self, name: str, max_tokens: int) -> float:
-        """One streamed completion; its time to first token in ms, from before it is sent."""
-        body = json.dumps(
-            {
-                "model": "default",
-                "prompt": PROMPT,
-                "max_tokens": max_tokens,
-                "stream": True,
-                "ignore_eos": True,
-            }
-        ).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        begin, first = time.perf_counter(), 0.0
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
-            b"X-Request-Id: "
-            + name.encode()
-            + b"\r\nContent-Length: "
-            + str(len(body)).encode()
-            + b"\r\n\r\n"
-            + body
-        )
-        try:
-            tail = b""
-            while data := await reader.read(65536):
-                events = data.count(b"data: {")
-                if events and not first:
-                    first = time.perf_counter()
-                self.tokens += events
-                tail = (tail + data)[-64:]
-            if b"data: [DONE]" not in tail:
-                raise BenchmarkError(f"a stream broke off: {tail!r}")
-            self.tokens -= 1  # the chunk with the finish reason has no token
-        finally:
-            writer.close()
-        return (first - begin) * 1e3
+
+def _spend(
+    server: RunningServer, load: StreamLoad, seconds: float, tokens_per_event: float
+) -> dict[str, Any]:
+    """CPU time per streamed token, of the whole server and by process. A chunk with the finish reason has no token."""
+    before, events, begin = _cpu_times(server.process), load.events, time.perf_counter()
+    load.run_for(seconds)
+    after, took = _cpu_times(server.process), time.perf_counter() - begin
+    tokens = tokens_per_event * (load.events - events)
+    if not tokens:
+        raise BenchmarkError("nothing was streamed")
+    spent = {name: after[name] - before.get(name, 0.0) for name in after}
+    largest = sorted(spent, key=lambda name: -spent[name])[:6]
+    return {
+        "tokens_per_s": tokens / took,
+        "cpu_s_per_token": sum(spent.values()) / tokens,
+        "by_process": {name: round(1000 * spent[name] / tokens, 4) for name in largest},
+    }
 
 
 def _cpu_times(process: psutil.Process) -> dict[str, float]:
@@ -203,7 +194,7 @@ def _access_log(server: RunningServer, names: set[str]) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def _local_cpu_per_token(streams: int) -> float:
+def _engine_cpu_per_token(streams: int) -> float:
     """CPU seconds per token of the same scheduler and stub engine in this process."""
     from benchmarks.engine import run_workload
     from benchmarks.workload import BenchmarkRequest
