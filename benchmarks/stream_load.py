@@ -18,6 +18,7 @@ from benchmarks.workload import BenchmarkError
 EVENT = b"data: {"
 END = b"data: [DONE]"
 _POLL_SECONDS = 0.05
+_START_INTERVAL_SECONDS = 0.02
 
 
 def http_request(path: str, headers: dict[str, str], body: dict[str, Any]) -> bytes:
@@ -95,7 +96,8 @@ def _run(port: int, first: list[bytes], rest: bytes, events: Any, failure: Any) 
         loop.stop()
         failure.send(message)
 
-    async def connect(request: bytes) -> None:
+    async def connect(request: bytes, delay: float = 0.0) -> None:
+        await asyncio.sleep(delay)
         try:
             await loop.create_connection(lambda: _Stream(request, events, again, fail), "127.0.0.1", port)
         except OSError as error:
@@ -105,7 +107,10 @@ def _run(port: int, first: list[bytes], rest: bytes, events: Any, failure: Any) 
         tasks.add(task := loop.create_task(connect(rest)))
         task.add_done_callback(tasks.discard)
 
-    tasks = {loop.create_task(connect(request)) for request in first}
+    tasks = {
+        loop.create_task(connect(request, number * _START_INTERVAL_SECONDS))
+        for number, request in enumerate(first)
+    }
     loop.run_forever()
 
 
