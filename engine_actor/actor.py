@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -26,6 +26,7 @@ from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
 from engine_actor.step_control import StepControl
+from engine_actor.step_socket import StepAddress, StepServer
 from policies.tickets import EngineReport
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class EngineActor:
         self._owner_renewed = time.monotonic()
         self._gateways: dict[str, _GatewayLease] = {}
         self._gateway_of: dict[Key, str] = {}
+        self._steps = StepServer(self.stream)
         self._queue_epoch = 0
         self._report_queue: asyncio.Queue[EngineReport] | None = None
         self._last_report: EngineReport | None = None
@@ -269,8 +271,17 @@ class EngineActor:
             if key in lease.live:
                 lease.live[key] = expiry
 
-    async def stream(self, gateway: str) -> AsyncIterator[bytes]:
-        """All streams of one gateway, one packed StepMessage per step. A later call takes over from an earlier one."""
+    async def open_stream(self, gateway: str) -> StepAddress:
+        """Where the gateway can read its streams. Raises OSError."""
+        self._lease(gateway)
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return await self._steps.admit(gateway, host)
+
+    async def stream(self, gateway: str) -> AsyncGenerator[bytes, None]:
+        """All streams of one gateway, one packed StepMessage per step. A later call takes over from an earlier one.
+
+        Gateways read it from the address that `open_stream` names.
+        """
         lease = self._lease(gateway)
         outbox: asyncio.Queue[StepMessage | None] = asyncio.Queue()
         old, lease.outbox = lease.outbox, outbox

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -132,18 +133,50 @@ class StepMessage:
     rows: tuple[StreamRow, ...] = field(default=())
 
     def pack(self) -> bytes:
-        """For the way to another process: Ray moves bytes as they are, and unpacks anything else twice.
-
-        Rows travel as plain tuples without the fields that are mostly empty: named ones take ten times as long.
-        """
+        """In MessagePack, rows without the fields that are mostly empty."""
         rows = [row[:3] if row[3:] == _MOSTLY_EMPTY else tuple(row) for row in self.rows]
-        return pickle.dumps((self.engine, self.engine_epoch, self.step, self.wall_time_ns, rows), protocol=5)
+        packed: bytes = msgpack.packb(
+            (self.engine, self.engine_epoch, self.step, self.wall_time_ns, rows), default=_fields
+        )
+        return packed
 
     @staticmethod
     def unpack(data: bytes) -> StepMessage:
-        """The message of `pack`, from an engine of ours: pickle is not for strangers."""
-        engine, engine_epoch, step, wall_time_ns, rows = pickle.loads(data)
-        return StepMessage(engine, engine_epoch, step, wall_time_ns, tuple([StreamRow(*row) for row in rows]))
+        """The message of `pack`."""
+        engine, engine_epoch, step, wall_time_ns, rows = msgpack.unpackb(data, use_list=False)
+        return StepMessage(
+            engine,
+            engine_epoch,
+            step,
+            wall_time_ns,
+            tuple([StreamRow(*row) if len(row) == 3 else _row(*row) for row in rows]),
+        )
 
 
 _MOSTLY_EMPTY = StreamRow("", 0, ())[3:]
+
+
+def _fields(record: Any) -> tuple[Any, ...]:
+    return tuple(getattr(record, each.name) for each in fields(record))
+
+
+def _row(
+    request: str,
+    attempt: int,
+    token_ids: tuple[int, ...],
+    finish_reason: FinishReason | None,
+    error: str | None,
+    usage: tuple[int, ...] | None,
+    timings: tuple[Any, ...] | None,
+    *logprobs: tuple[tuple[Any, ...], ...],
+) -> StreamRow:
+    return StreamRow(
+        request,
+        attempt,
+        token_ids,
+        finish_reason,
+        error,
+        RequestUsage(*usage) if usage else None,
+        RequestTimings(*timings) if timings else None,
+        *(tuple([TokenLogprob(*one) for one in each]) for each in logprobs),
+    )

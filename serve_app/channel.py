@@ -16,6 +16,7 @@ import ray
 
 from engine_actor.actor import EngineDescription, EngineNotReadyError, StaleEpochError
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
+from engine_actor.step_socket import read_steps
 from serve_app.owner import find_actor
 from serve_app.within import within
 
@@ -179,16 +180,16 @@ class EngineChannel:
                     await self._read(actor)
             except EngineNotReadyError:
                 pass
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, OSError) as error:
                 logger.info("the stream of engine %s ends: %s", self._engine, type(error).__name__)
             self._lose()
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _read(self, actor: Any) -> None:
         description = await actor.describe.remote()
-        stream = actor.stream.options(num_returns="streaming").remote(self._gateway)
-        async for reference in stream:
-            message = StepMessage.unpack(await reference)
+        address = await actor.open_stream.remote(self._gateway)
+        async for packed in read_steps(address):
+            message = StepMessage.unpack(packed)
             if self.description is None:
                 self._actor, self.description = actor, description
                 logger.info("connected to engine %s, epoch %d", self._engine, description.engine_epoch)
