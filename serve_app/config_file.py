@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from serve_app.config_errors import ConfigError, Loc, describe, describe_unknown, format_path, unknown_keys
 from serve_app.exposure import refuse_demo_keys
 from serve_app.settings import AppSettings, UserConfig, parse_args, parse_user_config
-from tenancy.models import unpriced_model
+from tenancy.models import Tenant, unpriced_model
+from tenancy.tiers import with_tier
 
 APP_IMPORT_PATH = "serve_app.app:build"
 GATEWAY_DEPLOYMENT = "Gateway"
@@ -154,11 +155,14 @@ def check_models(user_config: UserConfig, models: list[str]) -> None:
         for model in named:
             if model not in models:
                 raise ValueError(f"{what}: {model!r} is not a model id; allowed: {', '.join(models)}")
-    for tenant in user_config.treated_tenants():
+    # A tier by itself too: tenants made at run time may have it.
+    anyone = {
+        f"tier {name!r}": with_tier(Tenant(id=name, tier=name), user_config.tiers)
+        for name in user_config.tiers
+    }
+    for who, tenant in {**anyone, **{f"tenant {t.id!r}": t for t in user_config.treated_tenants()}}.items():
         if (unpriced := unpriced_model(tenant, models, user_config.prices)) is not None:
-            raise ValueError(
-                f"tenant {tenant.id!r} has a budget in cost, and prices has no {unpriced!r}; give it a price"
-            )
+            raise ValueError(f"{who} has a budget in cost, and prices has no {unpriced!r}; give it a price")
 
 
 def require_sources(config: ServeConfig) -> None:

@@ -432,8 +432,8 @@ def test_loopback(host: str, expected: bool) -> None:
             "model_limits of tier 'gold': 'x' is not a model id",
         ),
         (
-            {"tiers": {"gold": {"limits": {"cost_per_day": 1.5}}}, "tenants": [{"id": "a", "tier": "gold"}]},
-            "tenant 'a' has a budget in cost, and prices has no 'smollm2",
+            {"tiers": {"gold": {"limits": {"cost_per_day": 1.5}}}},
+            "tier 'gold' has a budget in cost, and prices has no 'smollm2",
         ),
     ],
 )
