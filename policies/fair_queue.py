@@ -10,6 +10,7 @@ from policies.admission import Admission, Unattainable, has_deadline
 from policies.engine_load import EngineLoad
 from policies.grants import GrantInFlight, GrantsInFlight
 from policies.head_of_line import choose_instead
+from policies.output_length import OutputLengthPredictor
 from policies.promises import Promise
 from policies.queue_caps import QueueCaps
 from policies.queue_order import BATCH_SHARE
@@ -88,6 +89,8 @@ class FairQueue:
         self._order = make_order(policy, self._cached_tokens, locality_window, batch_share)
         self._accounts = ServiceAccounts(self._touch)
         self._admission = Admission(prices)
+        self.output_lengths = OutputLengthPredictor()
+        """What tickets of a tenant are to be predicted with; whoever hears of the ends of requests tells it."""
         self._waiting = WaitingTenants()
         self._shares: PoolShares | None = None  # None: something has changed since
         self._entries: dict[str, QueuedTicket] = {}  # by request
@@ -272,7 +275,8 @@ class FairQueue:
 
     def export_state(self) -> QueueState:
         """The counters, for a successor."""
-        return self._accounts.export(self.queue_epoch, self._order.last_to_leave)
+        state = self._accounts.export(self.queue_epoch, self._order.last_to_leave)
+        return replace(state, output_lengths=self.output_lengths.export())
 
     def restore(self, state: QueueState, now: float) -> None:
         """Go on from a predecessor's counters. Raises ValueError after the first ticket or report.
@@ -281,6 +285,7 @@ class FairQueue:
         their places if they come back soon; others are lifted as ever.
         """
         self._accounts.restore(state, now)
+        self.output_lengths.restore(state.output_lengths)
         self.queue_epoch = max(self.queue_epoch, state.queue_epoch)
         if state.last_to_leave is not None:
             self._order.last_to_leave = self._accounts.tenants.get(state.last_to_leave)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from policies.engine_load import EngineLoad
+from policies.output_length import OutputLength
 from policies.tenant_account import TenantAccount
 from policies.tickets import EngineReport
 
@@ -34,12 +35,14 @@ class CountedService:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What a successor needs to go on with the same shares. Plain data; `last_to_leave` names a tenant."""
+    """What a successor needs to go on with the same shares and predictions, as plain data. `last_to_leave` names a
+    tenant."""
 
     queue_epoch: int
     tenants: dict[str, TenantState] = field(default_factory=dict)
     engines: dict[str, CountedService] = field(default_factory=dict)
     last_to_leave: str | None = None
+    output_lengths: dict[str, OutputLength] = field(default_factory=dict)
 
 
 class ServiceAccounts:

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from policies.fair_queue import FairQueue, QueuePolicy, TenantSnapshot
 from policies.guardrails import Guardrails, ProtectionLines
+from policies.output_length import OutputLength
 from policies.service_accounts import QueueState
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.owner import CALL_TIMEOUT_SECONDS, ActorOwner, ActorRecipe, find_actor, versioned_name
@@ -71,6 +72,7 @@ class QueueSnapshot:
     queued: int
     tenants: dict[str, TenantSnapshot] = field(default_factory=dict)
     protection_step: int = 0
+    output_lengths: dict[str, OutputLength] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,17 +161,26 @@ class FairQueueActor:
         """The counters, for a successor."""
         return self._queue.export_state()
 
-    async def snapshot(self, gateway: str, lines: ProtectionLines | None = None) -> QueueSnapshot:
-        """Renews the lease of the gateway that asks, and brings its protection lines: they may change any time."""
+    async def snapshot(
+        self,
+        gateway: str,
+        lines: ProtectionLines | None = None,
+        output_lengths: tuple[tuple[str, int], ...] = (),
+    ) -> QueueSnapshot:
+        """Renews the lease of the gateway that asks. It brings its protection lines, which may change any time, and
+        (tenant, output tokens) of the sequences that ended by themselves since it asked last."""
         self._gateways[gateway] = time.monotonic()
         if lines is not None:
             self._rails.lines = lines
+        for tenant, tokens in output_lengths:
+            self._queue.output_lengths.observe(tenant, tokens)
         return QueueSnapshot(
             self._queue.queue_epoch,
             tuple(sorted(self._engines)),
             len(self._queue),
             self._queue.snapshot(),
             self._rails.step,
+            self._queue.output_lengths.export(),
         )
 
     def _pump(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import ray
 
 from policies.guardrails import ProtectionLines
-from policies.output_length import OutputLengthPredictor
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.channel import EngineChannel
 from serve_app.fair_queue import QueueSnapshot
+from serve_app.output_lengths import SharedOutputLengths
 from serve_app.owner import find_actor
 from serve_app.text.model_text import ModelText
 from serve_app.within import within
@@ -44,7 +44,7 @@ class ModelPool:
         self.model = model
         self.names = (model, *aliases)
         self.text = text
-        self.output_length = OutputLengthPredictor()
+        self.output_lengths = SharedOutputLengths()
         self.channels = {name: EngineChannel(name, gateway) for name in engines}
         self.queue_snapshot: QueueSnapshot | None = None
         self.protection_lines = ProtectionLines()
@@ -105,15 +105,19 @@ class ModelPool:
 
     async def _watch_queue(self) -> None:
         while True:
-            try:
-                queue = self._queue_handle()
-                if queue is None:
-                    self.queue_snapshot = None
-                else:
-                    asked = queue.snapshot.remote(self._gateway, self.protection_lines)
-                    self.queue_snapshot = await within(2.0, asked)
-            except (ray.exceptions.RayError, asyncio.TimeoutError):
-                self._queue, self.queue_snapshot = None, None
+            queue = self._queue_handle()
+            if queue is None:
+                self.queue_snapshot = None
+            else:
+                lengths = self.output_lengths.take_untold()
+                try:
+                    asked = queue.snapshot.remote(self._gateway, self.protection_lines, lengths)
+                    snapshot: QueueSnapshot = await within(2.0, asked)
+                    self.output_lengths.learn(snapshot.output_lengths)
+                    self.queue_snapshot = snapshot
+                except (ray.exceptions.RayError, asyncio.TimeoutError):
+                    self._queue, self.queue_snapshot = None, None
+                    self.output_lengths.put_back(lengths)
             await asyncio.sleep(_WATCH_SECONDS)
 
 

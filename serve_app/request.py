@@ -113,7 +113,7 @@ class RequestLife:
             self._targets.service_class,
             self._identity.limits,
         )
-        longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
+        longest = self._pool.output_lengths.of(self._tenant.id).bound(self._parsed.max_tokens)
         demand = Demand(
             request_id=self.record.request,
             model=self._pool.model,
@@ -196,7 +196,7 @@ class RequestLife:
     async def _enter(self, asked_at: float) -> Grant:
         """Step 4: wait for this tenant's turn."""
         n_in = sum(len(sequence.prompt) for sequence in self._sequences)
-        predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
+        predicted = self._pool.output_lengths.of(self._tenant.id).expected(self._parsed.max_tokens)
         elapsed_ms = elapsed_when_asked(self.record.now_ms(), asked_at)
         ticket = Ticket(
             request=self.id,
@@ -210,7 +210,7 @@ class RequestLife:
             service_class=self._targets.service_class,
             page_hashes=self._page_hashes(),
         )
-        longest = self._pool.output_length.quantile(self._tenant.id, self._parsed.max_tokens)
+        longest = self._pool.output_lengths.of(self._tenant.id).bound(self._parsed.max_tokens)
         ticket = self._targets.put_on(ticket, elapsed_ms=elapsed_ms, output_tokens_bound=longest)
         try:
             answer = await self._pool.ask_for_entry(ticket, asked_at, self._waiting_timeout)
@@ -233,7 +233,7 @@ class RequestLife:
         """Step 5: hand the token ids to the engine that the grant names; its rows come to the mailbox."""
         channel = self._channel = self._pool.channels[grant.engine]
         self._mailbox = None
-        predicted = self._pool.output_length.predict(self._tenant.id, self._parsed.max_tokens)
+        predicted = self._pool.output_lengths.of(self._tenant.id).expected(self._parsed.max_tokens)
         requests = [
             EngineRequest(
                 request=f"{self.id}/{sequence.index}",
@@ -294,7 +294,7 @@ class RequestLife:
             self._channel.close(self._mailbox)
         if self.complete and self._parsed.max_tokens:
             for sequence in self._sequences:
-                self._pool.output_length.observe(self._tenant.id, sequence.output_tokens)
+                self._pool.output_lengths.observe(self._tenant.id, sequence.output_tokens)
         record = self.record
         record.usage = RequestUsage(
             computed_input=sum(s.usage.computed_input for s in self._sequences),

@@ -23,7 +23,6 @@ from engine_actor.scheduler import Scheduler
 from engine_actor.step import StepRecord
 from engine_actor.step_control import StepControl, step_features
 from policies.fair_queue import FairQueue
-from policies.output_length import OutputLengthPredictor
 from policies.page_hashes import page_hashes
 from policies.service import DEFAULT_PRICES
 from policies.tickets import Grant, Refusal, Ticket
@@ -125,7 +124,6 @@ class Simulation:
         self._last_positions = last_positions
         self._waiting_timeout_s = waiting_timeout_s
         self._locality_window = locality_window
-        self._predictor = OutputLengthPredictor()
         self._outcomes = [RequestOutcome(request) for request in scenario.requests]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
@@ -176,11 +174,11 @@ class Simulation:
             tenant=request.tenant,
             weight=request.weight,
             input_tokens=request.input_tokens,
-            predicted_output_tokens=self._predictor.predict(request.tenant, MAX_TOKENS),
+            predicted_output_tokens=self._queue.output_lengths.of(request.tenant).expected(MAX_TOKENS),
             service_class=request.service_class,
             remaining_ttft_ms=_milliseconds(request.slo_ttft_s),
             remaining_deadline_ms=_milliseconds(request.slo_deadline_s),
-            output_tokens_bound=self._predictor.quantile(request.tenant, MAX_TOKENS),
+            output_tokens_bound=self._queue.output_lengths.of(request.tenant).bound(MAX_TOKENS),
             page_hashes=self._page_hashes(index),
             kv_share=request.kv_share,
         )
@@ -227,7 +225,7 @@ class Simulation:
                 namespace=request.tenant,
                 weight=request.weight,
                 kv_share=request.kv_share,
-                predicted_output_tokens=self._predictor.predict(request.tenant, MAX_TOKENS),
+                predicted_output_tokens=self._queue.output_lengths.of(request.tenant).expected(MAX_TOKENS),
                 queue_epoch=grant.queue_epoch,
                 tpot_ms=_milliseconds(request.slo_tpot_s),
             ),
@@ -329,7 +327,7 @@ class Simulation:
             if row.finish_reason in ("stop", "length"):
                 outcome.completed = not outcome.cancelled
                 self._unfinished -= outcome.completed
-                self._predictor.observe(outcome.request.tenant, len(outcome.token_times))
+                self._queue.output_lengths.observe(outcome.request.tenant, len(outcome.token_times))
                 del self._last_positions[int(row.request)]
 
     def _served(self) -> dict[str, float]:

@@ -1,15 +1,18 @@
-"""What the fair queue's actor answers, called directly: protection lines, deadlines, asking twice."""
+"""What the fair queue's actor answers, called directly: protection lines, deadlines, asking twice, output lengths."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from policies.guardrails import ProtectionLines
 from policies.latency_model import StepEstimate
+from policies.output_length import DEFAULT_OUTPUT_LENGTH
 from policies.tickets import EngineReport, Grant, Refusal, Ticket
 from serve_app.fair_queue import FairQueueActor, FairQueueSpec
+from serve_app.output_lengths import SharedOutputLengths
 
 SPEC = FairQueueSpec(
     model="m",
@@ -77,3 +80,28 @@ async def test_a_deadline_is_refused_at_once_and_whoever_asked_before_hears_it_t
     assert second.earliest_deadline_ms is not None
     assert await asyncio.wait_for(first, 10) == second
     assert (await actor.snapshot("g")).queued == 0
+
+
+async def test_gateways_share_what_they_learn_of_output_lengths_and_a_successor_knows_it() -> None:
+    actor = FairQueueActor(SPEC)
+    here, there = SharedOutputLengths(), SharedOutputLengths()
+    for _ in range(30):
+        here.observe("a", 400)
+    await actor.snapshot("here", None, here.take_untold())
+    assert here.take_untold() == ()
+    there.learn((await actor.snapshot("there")).output_lengths)
+    assert there.of("a").bound(1000) == 400 and there.of("a").expected(1000) > 390
+    assert there.of("a").expected(100) == 100 and there.of("b") == DEFAULT_OUTPUT_LENGTH
+
+    successor = FairQueueActor(replace(SPEC, restored=await actor.export_state()))
+    assert (await successor.snapshot("there")).output_lengths == {"a": there.of("a")}
+
+
+def test_what_the_queue_did_not_hear_is_told_again_in_order() -> None:
+    lengths = SharedOutputLengths()
+    lengths.observe("a", 1)
+    lengths.observe("a", 2)
+    untold = lengths.take_untold()
+    lengths.observe("b", 3)
+    lengths.put_back(untold)
+    assert lengths.take_untold() == (("a", 1), ("a", 2), ("b", 3))

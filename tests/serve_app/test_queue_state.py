@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from policies.output_length import OutputLength
 from policies.service_accounts import CountedService, QueueState, TenantState
 from serve_app import queue_state
 from serve_app.queue_state import QueueStateKeeper
@@ -20,6 +21,7 @@ STATE = QueueState(
     tenants={"alpha": TenantState(2.0, 1234.5, 617.25, True), "beta": TenantState(1.0, 0.0, 617.25, False)},
     engines={"engine/0": CountedService(17, 99, {"alpha": 1234.5})},
     last_to_leave="beta",
+    output_lengths={"alpha": OutputLength(81.5, 200)},
 )
 
 
