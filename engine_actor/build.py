@@ -51,6 +51,8 @@ class EngineOptions:
     kv_cache_utilization_limit: float = 0.95
     kv_watermark: float = 0.01
     prefix_caching: bool = True
+    request_level_batching: bool = False
+    prefill_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ def _limits(options: EngineOptions, context_length: int) -> SchedulerConfig:
         kv_cache_utilization_limit=options.kv_cache_utilization_limit,
         kv_watermark=options.kv_watermark,
         prefix_caching=options.prefix_caching,
+        request_level_batching=options.request_level_batching,
+        prefill_first=options.prefill_first,
     )
 
 

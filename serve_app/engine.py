@@ -51,6 +51,8 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
         prefill_chunk_size=limits.prefill_chunk_size,
         kv_cache_utilization_limit=limits.kv_cache_utilization_limit,
         kv_watermark=limits.kv_watermark,
+        request_level_batching=limits.request_level_batching,
+        prefill_first=limits.prefill_first,
     )
 
 

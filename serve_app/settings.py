@@ -70,12 +70,15 @@ class SchedulerLimits:
     waiting_timeout_ms: int
     policy: QueuePolicy
     locality_window: float
+    request_level_batching: bool
+    prefill_first: bool
 
 
 class SchedulerSettings(_Settings):
     """Limits of one engine's scheduler and the order of its fair queue. None means the device's default.
 
     `locality_window` is in tokens of service per weight: so far a request with a cached prefix may go before its turn.
+    `request_level_batching` and `prefill_first` are habits of older engines, for comparison.
     """
 
     max_num_seqs: _Count | None = None
@@ -87,6 +90,8 @@ class SchedulerSettings(_Settings):
     waiting_timeout_ms: _Count | None = None
     policy: QueuePolicy = "vtc"
     locality_window: Annotated[float, Field(ge=0)] = 0.0
+    request_level_batching: bool = False
+    prefill_first: bool = False
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> SchedulerLimits:
         """The limits on `device`. A small token budget costs little on a CPU, and bounds gaps."""
@@ -101,6 +106,8 @@ class SchedulerSettings(_Settings):
             waiting_timeout_ms=self.waiting_timeout_ms or (60_000 if device == "cpu" else 30_000),
             policy=self.policy,
             locality_window=self.locality_window,
+            request_level_batching=self.request_level_batching,
+            prefill_first=self.prefill_first,
         )
 
 

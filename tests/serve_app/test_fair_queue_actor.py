@@ -33,21 +33,20 @@ def ticket(request: str, **fields: Any) -> Ticket:
 
 def hear(actor: FairQueueActor, step: int, **fields: Any) -> None:
     """A report of the engine, as it comes in."""
-    report = EngineReport(
-        engine="e0",
-        engine_epoch=1,
-        step=step,
-        served={},
-        outstanding={},
-        waiting=0,
-        waiting_prefill_tokens=0,
-        max_num_batched_tokens=100,
-        free_pages=1000,
-        total_pages=1000,
-        page_size=16,
-        step_estimate=StepEstimate(5e-3, 1e-4, 1e-4, 0.0, 0.0, 0.1),
-        **{"running": 0, "max_num_seqs": 8, **fields},
-    )
+    defaults: dict[str, Any] = {
+        "served": {},
+        "outstanding": {},
+        "running": 0,
+        "waiting": 0,
+        "waiting_prefill_tokens": 0,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 100,
+        "free_pages": 1000,
+        "total_pages": 1000,
+        "page_size": 16,
+        "step_estimate": StepEstimate(5e-3, 1e-4, 1e-4, 0.0, 0.0, 0.1),
+    }
+    report = EngineReport(engine="e0", engine_epoch=1, step=step, **(defaults | fields))
     now = time.monotonic()
     actor._queue.observe_report(actor._rails.observe_report(report, now), now)
 
@@ -105,3 +104,21 @@ def test_what_the_queue_did_not_hear_is_told_again_in_order() -> None:
     lengths.observe("b", 3)
     lengths.put_back(untold)
     assert lengths.take_untold() == (("a", 1), ("a", 2), ("b", 3))
+
+
+async def test_with_a_locality_window_the_cached_prefix_goes_before_its_turn() -> None:
+    for window, first in ((0.0, "cold"), (1000.0, "warm")):
+        actor = FairQueueActor(replace(SPEC, locality_window=window))
+        asked = {
+            "cold": asyncio.create_task(actor.enqueue(Ticket("cold", 1, "a", 1.0, 50, 5), "g")),
+            "warm": asyncio.create_task(
+                actor.enqueue(Ticket("warm", 1, "b", 1.0, 50, 5, page_hashes=(1, 2, 3)), "g")
+            ),
+        }
+        await asyncio.sleep(0)
+        hear(actor, 0, max_num_seqs=1, page_hashes_added=(1, 2, 3), outstanding={"b": 100.0})
+        actor._pump()
+        await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        assert [name for name, task in asked.items() if task.done()] == [first]
+        for task in asked.values():
+            task.cancel()

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
+from policies.fair_queue import QUEUE_POLICIES
 from serve_app.config_errors import ConfigError
 from serve_app.config_file import check_document, load_config, require_sources
+from serve_app.engine import engine_options
 from serve_app.exposure import demo_key, is_loopback
-from serve_app.settings import REDIS_URL_VARIABLE, SchedulerSettings, parse_args, parse_user_config
+from serve_app.settings import (
+    REDIS_URL_VARIABLE,
+    ModelSettings,
+    SchedulerSettings,
+    parse_args,
+    parse_user_config,
+)
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
 ARGS = "config.yaml: applications[0].args"
@@ -445,3 +453,18 @@ def test_prices_and_limits_fit_the_models(
     with pytest.raises(ConfigError) as error:
         check_document(document, "config.yaml")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
+def test_policy_window_and_habits_reach_queue_and_engine(policy: Any) -> None:
+    scheduler = {
+        "policy": policy,
+        "locality_window": 512.0,
+        "request_level_batching": True,
+        "prefill_first": True,
+    }
+    model = ModelSettings.model_validate({"id": "m", "source": "package:p", "scheduler": scheduler})
+    limits = model.scheduler.for_device("cpu")
+    assert (limits.policy, limits.locality_window) == (policy, 512.0)
+    options = engine_options(model, "cpu")
+    assert options.request_level_batching and options.prefill_first
