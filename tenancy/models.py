@@ -30,7 +30,7 @@ _Cost = Annotated[
 ]  # exact in Lua's doubles, in 1e-9 units
 _Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 TenantId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
-_ShareWeight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_ShareWeight = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]  # counters stay exact
 _KvShare = Annotated[float, Field(gt=0, le=1)]
 _Names = Annotated[tuple[str, ...], Field(strict=False)]
 _ServiceTiers = Annotated[tuple[ServiceTier, ...], Field(strict=False)]

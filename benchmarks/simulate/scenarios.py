@@ -120,50 +120,107 @@ def distribution_shift() -> Scenario:
     )
 
 
-def many_tiny(seed: int) -> Scenario:
+def many_tiny(seed: int, seconds: float = 180) -> Scenario:
     """A hundred tiny requests a second against a tenant that overloads with usual ones."""
     rng = np.random.default_rng(seed)
     return scenario(
         "many_tiny",
         [
-            *stream("tiny", poisson(rng, 100, 0, 180), 8, 4),
-            *stream("usual", poisson(rng, 1.5, 0, 180), 256, 256),
+            *stream("tiny", poisson(rng, 100, 0, seconds), 8, 4),
+            *stream("usual", poisson(rng, 1.5, 0, seconds), 256, 256),
         ],
-        180,
+        seconds,
     )
 
 
-def few_giant(seed: int) -> Scenario:
+def few_giant(seed: int, seconds: float = 360) -> Scenario:
     """A giant request every two seconds, larger than a quarter of the KV pool, against an overloading usual tenant."""
     rng = np.random.default_rng(seed)
     return scenario(
         "few_giant",
         [
-            *stream("giant", uniform(0.5, 0, 360), 2500, 1000),
-            *stream("usual", poisson(rng, 1.5, 0, 360), 256, 256),
+            *stream("giant", uniform(0.5, 0, seconds), 2500, 1000),
+            *stream("usual", poisson(rng, 1.5, 0, seconds), 256, 256),
         ],
-        360,
+        seconds,
     )
 
 
-def cancel_storm(seed: int) -> Scenario:
+def cancel_storm(seed: int, seconds: float = 180) -> Scenario:
     """A tenant whose 20 requests a second are given up within two seconds, against one that overloads."""
     rng = np.random.default_rng(seed)
     storm = [
         replace(request, cancel_after_s=float(rng.uniform(0.05, 2.0)))
-        for request in stream("storm", poisson(rng, 20, 0, 180), 256, 256)
+        for request in stream("storm", poisson(rng, 20, 0, seconds), 256, 256)
     ]
-    return scenario("cancel_storm", [*storm, *stream("usual", poisson(rng, 2, 0, 180), 256, 256)], 180)
+    usual = stream("usual", poisson(rng, 2, 0, seconds), 256, 256)
+    return scenario("cancel_storm", [*storm, *usual], seconds)
 
 
-def deadline_liars(seed: int) -> Scenario:
+def deadline_liars(seed: int, seconds: float = 300) -> Scenario:
     """Two tenants with the same load, more than their share; one claims that all of it is urgent."""
     rng = np.random.default_rng(seed)
-    liar = [replace(request, slo_ttft_s=0.5) for request in stream("liar", poisson(rng, 2, 0, 300), 256, 256)]
-    honest = [
-        replace(request, slo_ttft_s=30.0) for request in stream("honest", poisson(rng, 2, 0, 300), 256, 256)
+    liar = [
+        replace(request, slo_ttft_s=0.5) for request in stream("liar", poisson(rng, 2, 0, seconds), 256, 256)
     ]
-    return scenario("deadline_liars", [*liar, *honest], 300)
+    honest = [
+        replace(request, slo_ttft_s=30.0)
+        for request in stream("honest", poisson(rng, 2, 0, seconds), 256, 256)
+    ]
+    return scenario("deadline_liars", [*liar, *honest], seconds)
+
+
+def prediction_liars(seed: int, seconds: float = 180) -> Scenario:
+    """A tenant that teaches short answers and then asks for long ones, again and again, against an overloading usual
+    one."""
+    rng = np.random.default_rng(seed)
+    liar: list[SimulatedRequest] = []
+    for begin in np.arange(0, seconds, 10.0).tolist():
+        liar += stream("liar", uniform(8, begin, begin + 5), 64, 2)
+        liar += stream("liar", uniform(4, begin + 5, begin + 10), 64, 900)
+    usual = stream("usual", poisson(rng, 2, 0, seconds), 256, 256)
+    return scenario("prediction_liars", [*liar, *usual], seconds)
+
+
+def hopper(seed: int, seconds: float = 180) -> Scenario:
+    """A tenant that comes with 30 requests at once and stays away until they have ended, so that its counter is always
+    the last one's, against an overloading usual one."""
+    rng = np.random.default_rng(seed)
+    bursts = [begin for begin in np.arange(0, seconds, 10.0).tolist() for _ in range(30)]
+    usual = stream("usual", poisson(rng, 2, 0, seconds), 256, 256)
+    return scenario("hopper", [*stream("hopper", bursts, 256, 256), *usual], seconds)
+
+
+def many_tenants(seed: int, seconds: float = 180) -> Scenario:
+    """Eight new tenants a second with one short request each, against an overloading usual one."""
+    rng = np.random.default_rng(seed)
+    newcomers = [
+        SimulatedRequest(arrival, f"new-{index}", 64, 16)
+        for index, arrival in enumerate(poisson(rng, 8, 0, seconds))
+    ]
+    return scenario(
+        "many_tenants",
+        [*newcomers, *stream("usual", poisson(rng, 3, 0, seconds), 256, 256)],
+        seconds,
+    )
+
+
+def shared_prefixes(seed: int, seconds: float = 180) -> Scenario:
+    """Four tenants that overload, each with four long system prompts of its own: more than the KV pool holds at once.
+
+    A prompt is 1,536 shared tokens and 64 of its own; 64 tokens out.
+    """
+    rng = np.random.default_rng(seed)
+    requests: list[SimulatedRequest] = []
+    for index in range(4):
+        for arrival in poisson(rng, 1.5, 0, seconds):
+            first = 3 * (4 * index + int(rng.integers(4)))
+            own = 1000 + len(requests)
+            blocks = (first, first + 1, first + 2, own)
+            requests.append(
+                SimulatedRequest(arrival, f"tenant-{index}", 3 * 512 + 64, 64, prefix_blocks=blocks)
+            )
+    return scenario("shared_prefixes", requests, seconds)
 
 
 def overload_deadlines(seed: int, rate: float = 4.0, seconds: float = 300) -> Scenario:
@@ -230,6 +287,10 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
     "few_giant": few_giant,
     "cancel_storm": cancel_storm,
     "deadline_liars": deadline_liars,
+    "prediction_liars": prediction_liars,
+    "hopper": hopper,
+    "many_tenants": many_tenants,
+    "shared_prefixes": shared_prefixes,
     "overload_deadlines": overload_deadlines,
 }
 """Each takes the seed of its random draws, where it has any."""

@@ -95,6 +95,8 @@ def test_ambiguous_tenants_are_refused_without_naming_a_key() -> None:
         ({"id": "a\n"}, "id"),
         ({"id": "a{b}"}, "id"),
         ({"weight": 0}, "weight"),
+        ({"weight": 1e-6}, "weight"),
+        ({"weight": 1e9}, "weight"),
         ({"weight": float("inf")}, "weight"),
         ({"weight": "1"}, "weight"),
         ({"colour": "red"}, "colour"),
