@@ -98,18 +98,13 @@ class EngineShares:
             if slot or self._goes_over(name, self.page_cap(name)):
                 return None
             pages_of = self.page_cap
-        givers = {other: use for other, use in self._uses.items() if other != name and use.running > 1}
         excess = {
             other: use.running / self.slot_share(other) if slot else use.pages / pages_of(other)
-            for other, use in givers.items()
+            for other, use in self._uses.items()
+            if other != name and use.running > 1
         }
         giver = max(excess, key=lambda other: excess[other], default=None)
-        if giver is None:
-            return None
-        gives = givers[giver]
-        # Hysteresis: with requests of its own running, nobody is put below its share for it. Caps are hard.
-        kept = 1.0 if not own.running or gives.pages > self.page_cap(giver) else 1.0 - 1.0 / gives.running
-        return giver if excess[giver] > 1.0 and excess[giver] * kept >= 1.0 else None
+        return giver if giver is not None and excess[giver] > 1.0 else None
 
 
 def kv_unit(total_kv_share: float) -> float:

@@ -30,7 +30,7 @@ def ask(server: Any, count: int = 1, length: int = 20, **fields: Any) -> list[An
 
 
 def step(server: Any) -> float:
-    return float(server.metric("protection_step", model=server.model))
+    return float(server.metric("protection_step"))
 
 
 def go_down_to(server: Any, wanted: int) -> None:
