@@ -144,7 +144,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.grants[key] <= self.pushes[key], "one grant per push at most"
         self.in_flight[grant.request] = (grant, self.now)
 
-    @rule(seconds=st.floats(0.0, 1.5))
+    @rule(seconds=st.floats(0.0, 1.5) | st.just(7200.0))  # a machine may sleep for hours
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
