@@ -38,18 +38,29 @@ def engine(
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     engine: Annotated[str | None, typer.Option(help="auto, native, torch; `stub` has no model.")] = None,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Switch the prefix cache on.")] = False,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="One request after another; arrivals are ignored.")
+    ] = False,
+    budget: Annotated[
+        list[int], typer.Option(help="Run with this token budget too, in turns; may be repeated.", min=1)
+    ] = [],  # noqa: B006
     repeat: Annotated[int, typer.Option(help="Timed runs; the median one is reported.", min=1)] = 1,
 ) -> None:
     """Run a workload on the engine without HTTP: greedy, end tokens ignored, warmed up on other prompts."""
+    from dataclasses import replace
+
+    from benchmarks.run_engine import run
     from benchmarks.workload import BenchmarkError
     from engine_actor.loading.source import LoadError
     from serve_app.config_errors import ConfigError
+    from serve_app.engine import engine_options
 
     overrides = {"dtype": dtype, "quantization": quantization, "threads": threads, "engine": engine}
     limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
     try:
         model = _model_settings(config, overrides, limits)
-        report = _run(workload, model, prefix_cache, repeat, dump)
+        options = replace(engine_options(model, _device(model)), prefix_caching=prefix_cache)
+        report = run(workload, options, sequential=sequential, repeat=repeat, dump=dump, budgets=budget)
     except (BenchmarkError, ConfigError, LoadError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
@@ -138,7 +149,10 @@ def peers(
     workload: Annotated[Path, typer.Option(help="JSON lines, as for `bench engine`; arrivals are ignored.")],
     peer: Annotated[
         list[str],
-        typer.Option(help="openvino-fp16, openvino-int8, vllm, transformers or llamacpp=MODEL.gguf."),
+        typer.Option(
+            help="openvino-fp16, openvino-int8, vllm, transformers, llamacpp=MODEL.gguf (its server) or "
+            "llamacpp-bench=MODEL.gguf (its llama-batched-bench)."
+        ),
     ],
     environments: Annotated[
         Path,
@@ -146,29 +160,51 @@ def peers(
             help="Holds the environments `openvino`, `vllm` (make bench-peers) and the exported model."
         ),
     ] = Path("var/peers"),
-    llama_server: Annotated[Path | None, typer.Option(help="The binary of a llama.cpp server.")] = None,
-    quantization: Annotated[str, typer.Option(help="Of our engine.")] = "none",
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(help="The binary of a llama.cpp server; llama-batched-bench lies beside it."),
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="Of our engine: none, int8 or int4.")] = "none",
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Of our engine.", min=1)] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Switch every engine's on; each round has new prompts.")
+    ] = False,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="One request after another, not all at once.")
+    ] = False,
     repeat: Annotated[int, typer.Option(help="Runs of each; the median one is reported.", min=1)] = 3,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
+    output: Annotated[
+        list[Path],
+        typer.Option(help="Write the report: .json, .md, or a plot (.png, .svg, ...); repeatable."),
+    ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Our engine and others on the same weights and requests, in turns: output tokens per second and ratios."""
-    from benchmarks.peers.choose import choose
-    from benchmarks.peers.compare import compare, table
+    from benchmarks.peers.choose import Choice, choose
+    from benchmarks.peers.compare import compare
+    from benchmarks.peers.report import check_outputs, table, write
     from benchmarks.workload import BenchmarkError, read_workload, tokenise
     from engine_actor.loading.source import resolve_source
     from serve_app.text.load import load_tokenizer
 
+    choice = Choice(
+        environments, DEFAULT_SOURCE, quantization, max_num_batched_tokens, prefix_cache, llama_server
+    )
     try:
+        check_outputs(output)
         tokenizer = load_tokenizer(resolve_source(DEFAULT_SOURCE))
         requests = tokenise(read_workload(workload), tokenizer)
-        engines = choose(peer, environments, DEFAULT_SOURCE, quantization, llama_server)
-        report = compare(engines, requests, tokenizer.vocab_size, repeat, environments / "log.txt")
+        engines = choose(peer, choice)
+        log = environments / "log.txt"
+        vocabulary = tokenizer.vocab_size
+        report = compare(
+            engines, requests, vocabulary, repeat, log, sequential=sequential, fresh_prompts=prefix_cache
+        )
+        for path in output:
+            write(report, path)
     except BenchmarkError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     typer.echo(json.dumps(report) if as_json else table(report))
 
 
@@ -262,44 +298,6 @@ def _model_settings(config: Path | None, overrides: dict[str, Any], limits: dict
         raise ConfigError(describe(error, ModelSettings, data)) from None
 
 
-def _run(
-    workload: Path, model: ModelSettings, prefix_cache: bool, repeat: int, dump: Path | None
-) -> dict[str, Any]:
-    from dataclasses import replace
-
-    from benchmarks.engine import run_workload
-    from benchmarks.figures import figures, median_run
-    from benchmarks.workload import BenchmarkError, check_fits, other_prompts, read_workload, tokenise
-    from engine_actor.build import build_engine, model_length
-    from engine_actor.loading.source import resolve_source
-    from serve_app.engine import engine_options
-    from serve_app.text.load import load_tokenizer
-    from serve_app.text.tokenizer import byte_tokenizer
-
-    rows = read_workload(workload)
-    _write_dump(dump, [])  # a bad path is found now, not after the run
-    if model.engine == "stub":
-        tokenizer = byte_tokenizer()
-    else:
-        tokenizer = load_tokenizer(resolve_source(model.source, model.revision))
-    requests = tokenise(rows, tokenizer)
-    options = replace(engine_options(model, _device(model)), prefix_caching=prefix_cache)
-    try:
-        built = build_engine(options)
-    except ValueError as error:
-        raise BenchmarkError(str(error)) from None
-    check_fits(requests, model_length(built.scheduler, built.runner.num_pages), built.vocab_size)
-
-    typer.echo("warming up on other prompts", err=True)
-    run_workload(built, other_prompts(requests, built.vocab_size))
-    runs = []
-    for number in range(1, repeat + 1):
-        typer.echo(f"timed run {number} of {repeat}", err=True)
-        runs.append(run_workload(built, requests))
-    _write_dump(dump, [request.token_ids for request in median_run(runs).requests])
-    return figures(built, requests, runs)
-
-
 def _quality(text: Path | None, model: ModelSettings) -> dict[str, Any]:
     from dataclasses import replace
 
@@ -343,16 +341,3 @@ def _device(model: ModelSettings) -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _write_dump(path: Path | None, outputs: list[list[int]]) -> None:
-    """Raises BenchmarkError when the file cannot be written."""
-    from benchmarks.workload import BenchmarkError
-
-    if path is None:
-        return
-    lines = (json.dumps({"index": index, "token_ids": ids}) + "\n" for index, ids in enumerate(outputs))
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise BenchmarkError(f"{path}: cannot be written: {error.strerror}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -41,6 +41,7 @@ def figures(
         "ttft_ms": _ttft(run.requests),
         "itl_ms": _itl(run.requests),
         "groups": _groups(requests, run),
+        "decode": decode(run),
         "steps": run.steps,
         "scheduler_ms_per_step": _round(run.scheduler_seconds / run.steps * 1e3),
         "model_ms_per_step": _round(run.model_seconds / run.steps * 1e3),
@@ -78,12 +79,55 @@ def _roofline(built: BuiltEngine, run: RunLog, output_tokens: int) -> dict[str, 
     return Roofline(built.model, info.quantization, ceilings).report(run.records, run.seconds, output_tokens)
 
 
+def budget_figures(runs: Mapping[int, Sequence[RunLog]]) -> list[dict[str, Any]]:
+    """A line for each token budget, smallest first, of its median run: what a smaller one costs, what it brings."""
+    rates = {budget: _rate(median_run(logs)) for budget, logs in runs.items()}
+    return [
+        {
+            "max_num_batched_tokens": budget,
+            "output_tokens_per_s": _round(rate),
+            "of_best": _round(rate / max(rates.values())),
+            "max_gap_ms": _itl(median_run(runs[budget]).requests)["max"],
+            "runs_max_gap_ms": [_itl(log.requests)["max"] for log in runs[budget]],
+        }
+        for budget, rate in sorted(rates.items())
+    ]
+
+
+def _rate(run: RunLog) -> float:
+    return sum(len(request.token_ids) for request in run.requests) / run.seconds
+
+
+def decode(run: RunLog) -> dict[str, Any] | None:
+    """The steps in which every row decoded and no prompt was computed; None if there were none.
+
+    `output_tokens_per_s` is their tokens by their wall time, what is between the steps included: the rate that
+    llama.cpp's batched benchmark calls S_TG when the whole prompt phase comes first. A prompt's last chunk of one
+    token looks like a decoding row and counts as one.
+    """
+    steps = [
+        (len(record.length), seconds)
+        for record, seconds in zip(run.records, run.step_seconds, strict=True)
+        if record.is_last_chunk.all() and (record.length == 1).all()
+    ]
+    if not steps:
+        return None
+    tokens, seconds = sum(rows for rows, _ in steps), sum(seconds for _, seconds in steps)
+    return {
+        "steps": len(steps),
+        "rows_per_step": _round(tokens / len(steps)),
+        "output_tokens_per_s": _round(tokens / seconds),
+    }
+
+
 def table(report: dict[str, Any]) -> str:
     """The report for people: a figure a line."""
     lines = []
     for name, value in report.items():
         if name == "groups":
             lines += [f"{'group ' + group:<26} {_inline(figures)}" for group, figures in value.items()]
+        elif name == "budgets":
+            lines += [f"{'budget':<26} {_inline(figures)}" for figures in value]
         else:
             lines.append(f"{name:<26} {_inline(value)}")
     return "\n".join(lines)

@@ -33,14 +33,14 @@ class Texts:
         self._texts: Iterator[str] = iter(texts)
         self._tokenizer = tokenizer
 
-    def prompt(self, tokens: int) -> str:
-        """The next texts, cut so that they make exactly `tokens` tokens."""
-        text = next(self._texts)
+    def prompt(self, tokens: int, prefix: str = "") -> str:
+        """`prefix` and the next texts, cut so that they make exactly `tokens` tokens."""
+        text = prefix + next(self._texts)
         while len(ids := self._tokenizer.encode_text(text)) < tokens:
             text += "\n\n" + next(self._texts)
         cut = self._tokenizer.decode(ids[:tokens])
         # Cut text may be split into tokens in another way at the cut: then other texts have to do.
-        return cut if len(self._tokenizer.encode_text(cut)) == tokens else self.prompt(tokens)
+        return cut if len(self._tokenizer.encode_text(cut)) == tokens else self.prompt(tokens, prefix)
 
 
 def lognormal_lengths(
@@ -77,9 +77,48 @@ def single(texts: Texts) -> list[dict[str, Any]]:
     return [{"prompt": texts.prompt(106), "max_tokens": 128}]
 
 
+def decode_heavy(texts: Texts) -> list[dict[str, Any]]:
+    """32 streams with short prompts."""
+    return [{"prompt": texts.prompt(128), "max_tokens": 64} for _ in range(32)]
+
+
+def prefill_heavy(texts: Texts) -> list[dict[str, Any]]:
+    """Long prompts, short answers."""
+    return [{"prompt": texts.prompt(750), "max_tokens": 16} for _ in range(16)]
+
+
+def prefill1500(texts: Texts) -> list[dict[str, Any]]:
+    """One long prompt and its first token."""
+    return [{"prompt": texts.prompt(1500), "max_tokens": 1}]
+
+
+def shared_prefix(texts: Texts) -> list[dict[str, Any]]:
+    """The same 1,000 tokens, then 32 of each request's own. The first request finds nothing in the cache."""
+    prefix = texts.prompt(998) + "\n\n"
+    return [
+        {
+            "prompt": texts.prompt(1032, prefix),
+            "max_tokens": 1,
+            "group": "warm" if number else "cold",
+        }
+        for number in range(16)
+    ]
+
+
+WORKLOADS = {
+    "mixed48": mixed,
+    "decode_heavy": decode_heavy,
+    "prefill_heavy": prefill_heavy,
+    "prefill1500": prefill1500,
+    "shared_prefix": shared_prefix,
+    "long_among_streams": long_among_streams,
+    "single": single,
+}
+
+
 def main() -> None:
     tokenizer = load_tokenizer(resolve_source(DEFAULT_SOURCE))
-    for name, make in (("mixed48", mixed), ("long_among_streams", long_among_streams), ("single", single)):
+    for name, make in WORKLOADS.items():
         rows = make(Texts(tokenizer))
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (FOLDER / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -31,6 +31,7 @@ class Work:
     linear_operations: float = 0.0
     attention_operations: float = 0.0
     bytes: float = 0.0
+    compute_seconds: float = 0.0
     limit_seconds: float = 0.0
 
 
@@ -63,7 +64,7 @@ class Roofline:
         peaks = self._ceilings
         compute = linear / (peaks.int8_operations if self._quantised else peaks.bf16_operations)
         compute += attention / peaks.bf16_operations
-        return Work(linear, attention, moved, max(compute, moved / peaks.memory_bytes))
+        return Work(linear, attention, moved, compute, max(compute, moved / peaks.memory_bytes))
 
     def report(self, records: list[StepRecord], seconds: float, output_tokens: int) -> dict[str, Any]:
         """The limit of a run of these steps that took `seconds`, and the fraction of it that was reached."""
@@ -77,4 +78,5 @@ class Roofline:
             "gbyte": round(sum(step.bytes for step in work) / 1e9, 1),
             "limit_output_tokens_per_s": round(output_tokens / limit, 1),
             "fraction": round(limit / seconds, 3),
+            "compute_fraction": round(sum(step.compute_seconds for step in work) / seconds, 3),
         }

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.peers.report import Turn, engine_figures, machine
 from benchmarks.workload import BenchmarkError, BenchmarkRequest, other_prompts
 
 DRIVERS = Path(__file__).parent / "drivers"
@@ -28,6 +28,10 @@ class Peer:
     python: str
     driver: str
     arguments: tuple[str, ...]
+
+
+# Prime, and far from half a vocabulary, by which the warm-up is shifted.
+_SHIFT = 997
 
 
 class Driver:
@@ -74,17 +78,25 @@ class Driver:
 
 
 def compare(
-    peers: Sequence[Peer], requests: Sequence[BenchmarkRequest], vocab_size: int, repeat: int, log: Path
+    peers: Sequence[Peer],
+    requests: Sequence[BenchmarkRequest],
+    vocab_size: int,
+    repeat: int,
+    log: Path,
+    *,
+    sequential: bool = False,
+    fresh_prompts: bool = False,
 ) -> dict[str, Any]:
     """Run every peer `repeat` times, in turns, after one warm-up each on other prompts. The first peer is ours.
 
-    Figures are output tokens per second of the median run, and ours over the peer's. Raises BenchmarkError when a
+    All requests are handed over at once, or with `sequential` each when the one before it has ended.
+    `fresh_prompts` replaces every token in every round, alike for all peers, so that no cache knows the prompts from
+    the round before. Figures are medians over the rounds, and ours over the peer's. Raises BenchmarkError when a
     driver fails or generates another number of tokens than asked for.
     """
     drivers: list[Driver] = []
-    runs: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
     details: dict[str, str] = {}
-    expected = sum(request.max_tokens for request in requests)
     warm_up = other_prompts(list(requests), vocab_size)
     with log.open("ab") as output:
         try:
@@ -95,45 +107,43 @@ def compare(
                 driver.run(warm_up)
                 driver.signal(signal.SIGSTOP)
             for number in range(repeat):
+                prompts = shifted(requests, number + 1, vocab_size) if fresh_prompts else requests
                 # Each round begins with another one: what the machine does meanwhile hits all alike.
                 for driver in [*drivers[number % len(drivers) :], *drivers[: number % len(drivers)]]:
                     driver.signal(signal.SIGCONT)
-                    answer = driver.run(requests)
+                    turn = _turn(driver, prompts, sequential)
                     driver.signal(signal.SIGSTOP)
-                    if sum(answer["output_tokens"]) != expected:
-                        raise BenchmarkError(
-                            f"{driver.peer.name} made {sum(answer['output_tokens'])} tokens, not {expected}"
-                        )
-                    runs[driver.peer.name].append(expected / answer["seconds"])
-                    print(f"{driver.peer.name}: {runs[driver.peer.name][-1]:.1f} tokens/s", file=sys.stderr)
+                    turns[driver.peer.name].append(turn)
+                    print(f"{driver.peer.name}: {turn.rate:.1f} tokens/s", file=sys.stderr)
                     time.sleep(0.5)
         finally:
             for driver in drivers:
                 driver.stop()
-    ours = statistics.median(runs[peers[0].name])
     return {
+        "machine": machine(),
         "requests": len(requests),
         "input_tokens": sum(len(request.prompt_token_ids) for request in requests),
-        "output_tokens": expected,
+        "output_tokens": sum(request.max_tokens for request in requests),
         "repeat": repeat,
-        "engines": {
-            name: {
-                "detail": details[name],
-                "output_tokens_per_s": round(statistics.median(rates), 1),
-                "runs": [round(rate, 1) for rate in rates],
-                "ours_over_it": round(ours / statistics.median(rates), 2),
-            }
-            for name, rates in runs.items()
-        },
+        "engines": engine_figures(turns, details, sequential),
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """A line per engine."""
-    lines = [f"{'engine':<24}{'tokens/s':>10}{'ours/it':>9}  runs"]
-    for name, figures in report["engines"].items():
-        lines.append(
-            f"{name:<24}{figures['output_tokens_per_s']:>10}{figures['ours_over_it']:>9}  "
-            + " ".join(str(rate) for rate in figures["runs"])
-        )
-    return "\n".join(lines)
+def shifted(requests: Sequence[BenchmarkRequest], number: int, vocab_size: int) -> list[BenchmarkRequest]:
+    """Prompts of the same shape, every token another one for every `number`."""
+    shift = number * _SHIFT
+    return [
+        replace(r, prompt_token_ids=[(token + shift) % vocab_size for token in r.prompt_token_ids])
+        for r in requests
+    ]
+
+
+def _turn(driver: Driver, requests: Sequence[BenchmarkRequest], sequential: bool) -> Turn:
+    parts = [[request] for request in requests] if sequential else [requests]
+    answers = [driver.run(part) for part in parts]
+    expected = sum(request.max_tokens for request in requests)
+    made = sum(sum(answer["output_tokens"]) for answer in answers)
+    if made != expected:
+        raise BenchmarkError(f"{driver.peer.name} made {made} tokens, not {expected}")
+    decode = None if sequential else answers[0]["decode_tokens_per_s"]
+    return Turn(expected, [answer["seconds"] for answer in answers], decode)

@@ -79,8 +79,8 @@ def simulate(
     list_scenarios: Annotated[bool, typer.Option("--list", help="List the scenarios by name.")] = False,
 ) -> None:
     """Run a scenario on the product's own fair queue and scheduler, in virtual time over a cost model."""
+    from benchmarks.plot_file import check_plot
     from benchmarks.simulate.build import simulate as run_simulation
-    from benchmarks.simulate.plot import check_plot
     from benchmarks.simulate.plot import plot as draw
     from benchmarks.simulate.results import results, table
     from benchmarks.simulate.scenarios import SCENARIOS

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.plot_file import save_plot
 from benchmarks.simulate.results import service_gap_bound
 from benchmarks.simulate.simulation import Run
-from benchmarks.workload import BenchmarkError
-
-
-def check_plot(path: Path) -> None:
-    """Raise BenchmarkError if no plot can be drawn: before the run, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise BenchmarkError("--plot needs matplotlib: pip install 'evenhand[plot]'") from None
-    if not path.resolve().parent.is_dir():
-        raise BenchmarkError(f"{path}: no such folder")
 
 
 def plot(path: Path, title: str, run: Run) -> None:
@@ -37,7 +27,4 @@ def plot(path: Path, title: str, run: Run) -> None:
     gap.set_ylabel("service gap")
     gap.set_xlabel("seconds")
     gap.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise BenchmarkError(f"{path}: cannot be written: {error}") from None
+    save_plot(figure, path)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.cli import DEFAULT_SOURCE, app
 from benchmarks.engine import RequestLog, RunLog, run_workload
-from benchmarks.figures import figures, median_run
+from benchmarks.figures import decode, figures, median_run
+from benchmarks.make_workloads import Texts
 from benchmarks.workload import (
     BenchmarkError,
     BenchmarkRequest,
@@ -22,8 +23,11 @@ from benchmarks.workload import (
 )
 from engine_actor.build import BuiltEngine, EngineOptions, build_engine
 from engine_actor.executor import Runner
+from engine_actor.loading.source import resolve_source
+from engine_actor.scheduler import Scheduler
 from engine_actor.step import StepRecord, StepResult
 from engine_actor.stub_runner import STUB_TEXT, StubRunner
+from serve_app.text.load import load_tokenizer
 from serve_app.text.tokenizer import byte_tokenizer
 
 WORKLOADS = Path(__file__).parents[2] / "benchmarks" / "workloads"
@@ -134,6 +138,40 @@ def test_limits_reach_the_scheduler(tmp_path: Path) -> None:
     assert (one_by_one["max_num_seqs"], one_by_one["max_num_batched_tokens"]) == (1, 16)
 
 
+def test_budgets_are_compared_in_one_report(tmp_path: Path) -> None:
+    rows = [{"prompt_token_ids": [1] * 40, "max_tokens": 6}] * 2
+    workload = write(tmp_path / "w.jsonl", *rows)
+    budgets = ["--budget", "8", "--budget", "32", "--budget", "128"]
+    figures = report(workload, "--max-num-batched-tokens", "32", "--repeat", "2", *budgets)
+    assert [line["max_num_batched_tokens"] for line in figures["budgets"]] == [8, 32, 128]
+    assert max(line["of_best"] for line in figures["budgets"]) == 1.0
+    assert all(line["max_gap_ms"] in line["runs_max_gap_ms"] for line in figures["budgets"])
+    own = figures["budgets"][1]
+    # The report itself is that of the engine's own budget.
+    assert (own["output_tokens_per_s"], figures["max_num_batched_tokens"]) == (
+        figures["output_tokens_per_s"],
+        32,
+    )
+    assert (own["max_gap_ms"], len(own["runs_max_gap_ms"])) == (figures["itl_ms"]["max"], 2)
+    assert "budgets" not in report(workload)
+    lines = invoke(workload, *budgets).stdout.splitlines()
+    assert next(line.split()[:3] for line in lines if line.startswith("budget")) == [
+        "budget",
+        "max_num_batched_tokens",
+        "8",
+    ]
+
+
+def test_a_sequential_run_has_one_request_at_a_time(tmp_path: Path) -> None:
+    prompt = list(range(64))
+    rows = [{"prompt_token_ids": prompt, "max_tokens": 3, "arrival_s": 50.0}] * 3
+    figures = report(write(tmp_path / "w.jsonl", *rows), "--sequential", "--prefix-cache")
+    assert figures["steps"] == 9 and figures["seconds"] < 50
+    assert figures["cached_tokens"] == 2 * 48
+    assert figures["decode"]["rows_per_step"] == 1.0
+    assert figures["ttft_ms"]["p95"] < figures["seconds"] * 1e3 / 2  # from its own start, not the run's
+
+
 def test_model_and_limits_of_a_config_file(tmp_path: Path) -> None:
     workload = write(tmp_path / "w.jsonl", {"prompt_token_ids": [1], "max_tokens": 1})
     config = tmp_path / "config.yaml"
@@ -225,6 +263,32 @@ def test_an_engine_that_fails_ends_the_run() -> None:
         run_workload(built, [BenchmarkRequest("w:1", [1], max_tokens=9), late])
 
 
+def test_an_engine_that_fails_ends_a_sequential_run() -> None:
+    built = BuiltEngine(FailingRunner(), stub_engine().scheduler, 259)
+    requests = [BenchmarkRequest("w:1", [1], max_tokens=2)] * 3
+    with pytest.raises(BenchmarkError, match="the engine failed: RuntimeError: out of order"):
+        run_workload(built, requests, sequential=True)
+
+
+def test_a_kept_scheduler_takes_the_same_requests_again_and_knows_their_prompts() -> None:
+    built = build_engine(EngineOptions(source="", engine="stub"))
+    scheduler = Scheduler(built.scheduler, built.runner.num_pages)
+    requests = [BenchmarkRequest("w:1", list(range(64)), max_tokens=2)]
+    logs = [run_workload(built, requests, scheduler=scheduler) for _ in range(2)]
+    assert [log.requests[0].cached_tokens for log in logs] == [0, 48]
+
+
+def test_decode_steps_are_those_without_any_prompt() -> None:
+    requests = [BenchmarkRequest(f"w:{i}", [1] * 20, max_tokens=n) for i, n in enumerate((5, 3))]
+    built = stub_engine()
+    run = run_workload(built, requests)
+    assert decode(run) is not None
+    run.step_seconds = [9.0, 0.1, 0.1, 0.2, 0.2]  # the first step holds both prompts
+    assert decode(run) == {"steps": 4, "rows_per_step": 1.5, "output_tokens_per_s": 10.0}
+    run.records, run.step_seconds = run.records[:1], [9.0]
+    assert decode(run) is None
+
+
 def test_requests_wait_for_their_arrival_and_are_timed_from_it() -> None:
     early = BenchmarkRequest("w:1", [1] * 8, max_tokens=2)
     late = BenchmarkRequest("w:2", [2] * 8, max_tokens=2, arrival_s=0.4)
@@ -285,8 +349,34 @@ def test_text_prompts_are_plain_text() -> None:
     assert bytes(request.prompt_token_ids) == b"<|im_end|>"
 
 
-@pytest.mark.parametrize(("name", "count"), [("mixed48", 48), ("long_among_streams", 9), ("single", 1)])
-def test_the_shipped_workloads_can_be_read(name: str, count: int) -> None:
-    rows = [row for _, row in read_workload(WORKLOADS / f"{name}.jsonl")]
-    assert len(rows) == count
-    assert len({row.prompt for row in rows}) == count
+@pytest.mark.parametrize(
+    ("name", "prompts", "outputs"),
+    [
+        ("mixed48", (32, 700, 8000), (17, 224, 3464)),
+        ("decode_heavy", (128, 128, 4096), (64, 64, 2048)),
+        ("prefill_heavy", (750, 750, 12000), (16, 16, 256)),
+        ("prefill1500", (1500, 1500, 1500), (1, 1, 1)),
+        ("shared_prefix", (1032, 1032, 16 * 1032), (1, 1, 16)),
+        ("long_among_streams", (32, 1500, 1756), (32, 400, 3232)),
+        ("single", (106, 106, 106), (128, 128, 128)),
+    ],
+)
+def test_the_shipped_workloads_are_what_their_page_says(
+    name: str, prompts: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    tokenizer = load_tokenizer(resolve_source(DEFAULT_SOURCE))
+    requests = tokenise(read_workload(WORKLOADS / f"{name}.jsonl"), tokenizer)
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    limits = [request.max_tokens for request in requests]
+    assert (min(lengths), max(lengths), sum(lengths)) == prompts
+    assert (min(limits), max(limits), sum(limits)) == outputs
+    starts = {tuple(request.prompt_token_ids[:998]) for request in requests}
+    assert len(starts) == (1 if name == "shared_prefix" else len(requests))
+
+
+def test_the_workload_maker_cuts_prompts_to_length_behind_a_prefix() -> None:
+    tokenizer = load_tokenizer(resolve_source(DEFAULT_SOURCE))
+    texts = Texts(tokenizer)
+    prompts = [texts.prompt(40, prefix="The same words.\n\n") for _ in range(3)]
+    assert {len(tokenizer.encode_text(prompt)) for prompt in prompts} == {40}
+    assert len(set(prompts)) == 3 and all(prompt.startswith("The same words.") for prompt in prompts)

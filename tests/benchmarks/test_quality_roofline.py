@@ -139,5 +139,7 @@ def test_roofline_counts(quantization: str, layer_bytes: float, output_bytes: fl
     )
     report = Roofline(model(), quantization, ceilings).report([record, record], 4 * work.limit_seconds, 2)
     assert report["fraction"] == 0.5
+    compute = work.linear_operations / speed + work.attention_operations / 1e12
+    assert report["compute_fraction"] == round(compute / (2 * work.limit_seconds), 3)
     assert report["limit_output_tokens_per_s"] == round(1 / work.limit_seconds, 1)
     json.dumps(report)

@@ -102,9 +102,10 @@ def test_plot_without_matplotlib_says_what_to_install(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = invoke(trace, "--plot", str(tmp_path / "plot.png"))
+    plot = tmp_path / "plot.png"
+    result = invoke(trace, "--plot", str(plot))
     assert result.exit_code == 1
-    assert result.stderr == "error: --plot needs matplotlib: pip install 'evenhand[plot]'\n"
+    assert result.stderr == f"error: {plot}: plots need matplotlib: pip install 'evenhand[plot]'\n"
 
 
 def test_plot_is_written(trace: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Driver of a llama.cpp server given by path: `python llamacpp_engine.py BINARY MODEL.gguf THREADS SLOTS`."""
+"""Driver of a llama.cpp server: `python llamacpp_engine.py BINARY MODEL.gguf THREADS SLOTS cache|no-cache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_SECONDS = 120
 
 
 def load() -> protocol.Run:
-    binary, model, threads, slots = sys.argv[1:5]
+    binary, model, threads, slots, cache = sys.argv[1:6]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +43,7 @@ def load() -> protocol.Run:
             "n_predict": limit,
             "temperature": 0,
             "ignore_eos": True,
-            "cache_prompt": False,
+            "cache_prompt": cache == "cache",
         }
         request = urllib.request.Request(
             f"{base}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -51,9 +51,9 @@ def load() -> protocol.Run:
         with urllib.request.urlopen(request) as response:
             return int(json.load(response)["tokens_predicted"])
 
-    def run(prompts: list[list[int]], limits: list[int]) -> list[int]:
+    def run(prompts: list[list[int]], limits: list[int]) -> protocol.Answer:
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(one, prompts, limits))
+            return protocol.Answer(list(pool.map(one, prompts, limits)))
 
     return run
 

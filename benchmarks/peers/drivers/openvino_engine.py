@@ -1,4 +1,4 @@
-"""Driver of OpenVINO GenAI's continuous batching: `python openvino_engine.py DIRECTORY fp16|int8`.
+"""Driver of OpenVINO GenAI's continuous batching: `python openvino_engine.py DIRECTORY fp16|int8 cache|no-cache`.
 
 DIRECTORY is the exported Hugging Face model; its conversion is kept beside it.
 """
@@ -41,10 +41,10 @@ def load() -> protocol.Run:
         )
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = sys.argv[3] == "cache"
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU")
 
-    def run(prompts: list[list[int]], limits: list[int]) -> list[int]:
+    def run(prompts: list[list[int]], limits: list[int]) -> protocol.Answer:
         inputs = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
         configs = []
         for n in limits:
@@ -52,7 +52,7 @@ def load() -> protocol.Run:
             config.max_new_tokens, config.ignore_eos, config.do_sample = n, True, False
             configs.append(config)
         results = pipeline.generate(inputs, configs)
-        return [len(result.m_generation_ids[0]) for result in results]
+        return protocol.Answer([len(result.m_generation_ids[0]) for result in results])
 
     return run
 

@@ -1,8 +1,9 @@
 """What a driver says to the comparison: JSON lines. Standard library alone, because it runs in other environments.
 
 A driver loads its engine, writes {"ready": true, "engine": NAME, "detail": TEXT}, and then answers each line
-{"requests": [{"ids": [...], "max_tokens": n}, ...]} with {"seconds": s, "output_tokens": [...]}: all requests handed
-over at once, greedy, end tokens ignored, so that every request runs to its max_tokens.
+{"requests": [{"ids": [...], "max_tokens": n}, ...]} with {"seconds": s, "output_tokens": [...],
+"decode_tokens_per_s": rate or null}: all requests handed over at once, greedy, end tokens ignored, so that every
+request runs to its max_tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-Run = Callable[[list[list[int]], list[int]], list[int]]
-"""(prompts as token ids, max_tokens of each) to the number of tokens generated for each."""
+
+@dataclass
+class Answer:
+    """The tokens generated for each request. `seconds` is measured here unless an engine measures itself;
+    `decode_tokens_per_s` is the rate of the steps that computed no prompt, where an engine tells it."""
+
+    output_tokens: list[int]
+    seconds: float | None = None
+    decode_tokens_per_s: float | None = None
+
+
+Run = Callable[[list[list[int]], list[int]], Answer]
+"""(prompts as token ids, max_tokens of each) to what came out of it."""
 
 
 def serve(engine: str, detail: str, load: Callable[[], Run]) -> None:
@@ -32,5 +45,7 @@ def serve(engine: str, detail: str, load: Callable[[], Run]) -> None:
         requests = json.loads(line)["requests"]
         prompts, limits = [r["ids"] for r in requests], [r["max_tokens"] for r in requests]
         started = time.perf_counter()
-        output_tokens = run(prompts, limits)
-        say({"seconds": time.perf_counter() - started, "output_tokens": output_tokens})
+        answer = run(prompts, limits)
+        if answer.seconds is None:
+            answer.seconds = time.perf_counter() - started
+        say(asdict(answer))

@@ -16,7 +16,7 @@ def load() -> protocol.Run:
     ).eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
 
-    def run(prompts: list[list[int]], limits: list[int]) -> list[int]:
+    def run(prompts: list[list[int]], limits: list[int]) -> protocol.Answer:
         manager = model.init_continuous_batching(generation_config=config)
         manager.start()
         names = [manager.add_request(ids, max_new_tokens=n) for ids, n in zip(prompts, limits, strict=True)]
@@ -26,7 +26,7 @@ def load() -> protocol.Run:
             if result is not None and result.is_finished():
                 counts[result.request_id] = len(result.generated_tokens)
         manager.stop(block=True)
-        return [counts[name] for name in names]
+        return protocol.Answer([counts[name] for name in names])
 
     return run
 

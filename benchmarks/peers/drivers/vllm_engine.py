@@ -1,4 +1,4 @@
-"""Driver of vLLM's offline engine: `python vllm_engine.py DIRECTORY`."""
+"""Driver of vLLM's offline engine: `python vllm_engine.py DIRECTORY cache|no-cache`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def load() -> protocol.Run:
     engine = LLM(
         sys.argv[1],
         dtype="bfloat16",
-        enable_prefix_caching=False,
+        enable_prefix_caching=sys.argv[2] == "cache",
         skip_tokenizer_init=True,
         max_model_len=4096,
     )
 
-    def run(prompts: list[list[int]], limits: list[int]) -> list[int]:
+    def run(prompts: list[list[int]], limits: list[int]) -> protocol.Answer:
         params = [
             SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in limits
         ]
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        return protocol.Answer([len(output.outputs[0].token_ids) for output in outputs])
 
     return run
 
