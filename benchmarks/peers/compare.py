@@ -98,6 +98,8 @@ def compare(
     turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
     details: dict[str, str] = {}
     warm_up = other_prompts(list(requests), vocab_size)
+    # Stopped drivers would outlast the comparison.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("ab") as output:
         try:
             for peer in peers:
@@ -119,6 +121,7 @@ def compare(
         finally:
             for driver in drivers:
                 driver.stop()
+            signal.signal(signal.SIGTERM, before)
     return {
         "machine": machine(),
         "requests": len(requests),

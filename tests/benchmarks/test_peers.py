@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -25,7 +26,7 @@ def driver(tmp_path: Path, name: str, body: str, decodes: bool = False) -> Peer:
     path.write_text(
         textwrap.dedent(
             f"""
-            import sys, time
+            import os, sys, time
             sys.path.insert(0, {str(DRIVERS)!r})
             import protocol
 
@@ -196,6 +197,15 @@ def test_a_driver_that_ends_is_named(tmp_path: Path) -> None:
     broken = driver(tmp_path, "broken", "sys.exit(3)")
     with pytest.raises(BenchmarkError, match="broken ended with code 3"):
         compare([broken], REQUESTS, 100, 1, tmp_path / "log.txt")
+
+
+def test_no_driver_outlasts_a_terminated_comparison(tmp_path: Path) -> None:
+    path = str(tmp_path / "pid")
+    body = f"open({path!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); time.sleep(60)"
+    with pytest.raises(SystemExit):
+        compare([driver(tmp_path, "endless", body)], REQUESTS, 100, 1, tmp_path / "log.txt")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path(path).read_text()), 0)
 
 
 @pytest.mark.parametrize(

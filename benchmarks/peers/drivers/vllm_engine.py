@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import protocol
+
+OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 
 
 def load() -> protocol.Run:
@@ -32,4 +35,7 @@ def load() -> protocol.Run:
 
 
 if __name__ == "__main__":
+    if OPENMP.exists() and "LD_PRELOAD" not in os.environ:
+        # As vLLM itself asks for on a CPU; it comes with vLLM.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(OPENMP)})
     protocol.serve("vllm", "bfloat16", load)
