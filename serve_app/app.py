@@ -31,6 +31,7 @@ from serve_app.telemetry.gateway import GatewayTelemetry
 from serve_app.telemetry.metrics import GatewayMetrics
 from serve_app.telemetry.tracing import TracingConfig, build_tracing
 from serve_app.text.model_text import ModelText, load_model_text, stub_model_text
+from serve_app.trailers import drop_trailers
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import DirectoryStore, DirectoryWatch
 from tenancy.ledger import LedgerFiles
@@ -57,6 +58,7 @@ class Gateway:
         owners: list[DeploymentHandle[Any]],
     ) -> None:
         """`names` maps a model to the actor names of its fair queue and engines; `owners` are part of the app."""
+        drop_trailers()
         gateway = uuid.uuid4().hex
         self._redis = redis
         self._redis_url = settings.redis_url

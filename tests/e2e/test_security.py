@@ -133,6 +133,26 @@ def test_F15_no_header_brings_an_error_of_the_server(stub: Any, header: bytes) -
     assert answer.split()[1] == b"200", answer
 
 
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        "Authorization: Bearer x",
+        "X-Request-Id: é",
+        "X-Forwarded-For: 203.0.113.7",
+        "serve_multiplexed_model_id: é",
+    ],
+)
+def test_F07_what_follows_the_body_is_no_header(stub: Any, trailer: str) -> None:
+    """A proxy in front neither sees nor removes it: who calls, and with which key, is said before the body alone."""
+    body = b'{"model": "default", "prompt": "x", "max_tokens": 1}'
+    chunks = b"%x\r\n%s\r\n0\r\n%s\r\n\r\n" % (len(body), body, trailer.encode("latin-1"))
+    key = f"Authorization: Bearer {stub.key('alpha')}\r\n".encode()
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n"
+    assert raw(stub, HEAD + key + chunked + chunks).split()[1] == b"200"
+    late = b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, key)
+    assert raw(stub, HEAD + chunked + late).split()[1] == b"401"
+
+
 SMUGGLED = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
