@@ -3,7 +3,8 @@
 Ray writes the configuration from a template with few settings, and writes it again at every change of replicas. So
 it is given a script for a binary, which edits the file each time before it hands over to HAProxy. The edits:
 
-- statistics and metrics move from all interfaces to loopback;
+- statistics and metrics move from all interfaces to loopback, and no lines go to a syslog that nobody reads, for which
+  it would open sockets on all interfaces;
 - no spliced requests, with which HAProxy 2.8 does not notice that a client has left before its answer;
 - errors of HAProxy's own, and whatever Ray says in plain text, are the API's error object;
 - while there is no application (before the start and while stopping) 503 with Retry-After, not 404;
@@ -116,6 +117,7 @@ def write_edits(root: Path, ports: tuple[str, str]) -> Path:
         rf"s/^\( *bind \)\*\{{0,1\}}:\({ports[0]}\|{ports[1]}\)$/\1127.0.0.1:\2/" + "\n"
         f"s/^global$/&\\n    tune.http.maxhdr {4 * MAX_HEADER_FIELDS}/\n"
         "/option splice-request/d\n"
+        "/^ *log [0-9]/d\n"
         "/^ *errorfile /d\n"
         f"/^defaults$/r {directory}/defaults\n"
         f"/^frontend http_frontend$/r {directory}/frontend\n"

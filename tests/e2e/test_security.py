@@ -35,14 +35,18 @@ def canary(stub: Any) -> Iterator[None]:
 
 
 def listening(server: Any) -> list[Any]:
-    """(process, address) of every port that the instance listens on."""
+    """(process, address) of every port that the instance listens on, and of every socket that takes datagrams."""
     found = []
     for process in [server.process, *server.remember()]:
         try:
             connections = process.net_connections("inet")
         except psutil.Error:
             continue
-        found += [(process, c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
+        found += [
+            (process, c.laddr)
+            for c in connections
+            if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM
+        ]
     return found
 
 

@@ -13,8 +13,10 @@ from serve_app.haproxy import haproxy_script, own_errors, write_edits
 # The lines of Ray's template that the edits are about.
 RAYS = """\
 global
+    log 127.0.0.1:514 local0 info
     maxconn 4096
 defaults
+    log global
     mode http
     option splice-request
     option splice-response
@@ -60,6 +62,7 @@ def test_the_script_edits_the_configuration_and_hands_over(tmp_path: Path, setpr
     edited = config.read_text()
     assert "bind 127.0.0.1:20001" in edited and "bind 127.0.0.1:20000" in edited
     assert "bind 127.0.0.1:8000" in edited
+    assert "127.0.0.1:514" not in edited and "    log global" in edited
     assert "splice-request" not in edited and "splice-response" in edited
     assert "500.http" not in edited.replace(f"{tmp_path}/e/500.http", "")
     assert edited.count("\n    errorfile ") == len(own_errors())
@@ -117,4 +120,5 @@ def test_rays_template_still_has_the_lines_that_are_edited() -> None:
     after = lines[lines.index("backend default_backend") + 1]
     assert after.startswith("    http-request return status 404 ")
     assert "    option splice-request" in lines
+    assert "    log {{ config.log_target }} local0 info" in lines
     assert sum(line.startswith("    errorfile 50") for line in lines) == 3
