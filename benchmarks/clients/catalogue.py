@@ -118,9 +118,14 @@ def _evalscope(t: Target) -> list[str]:
 
 def _vllm(t: Target) -> list[str]:
     return [
-        # Its own command asks for the version of a package `vllm`, which builds for a CPU have under another name.
-        *("python", "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
-        *("--backend", "openai-chat", "--base-url", t.base_url),
+        *(
+            "python",
+            str(SCRIPTS / "vllm_bench_serve.py"),
+            "--backend",
+            "openai-chat",
+            "--base-url",
+            t.base_url,
+        ),
         *("--endpoint", "/v1/chat/completions", "--model", t.model, "--tokenizer", str(t.tokenizer)),
         *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "8"),
         *("--num-prompts", "16", "--ignore-eos"),
