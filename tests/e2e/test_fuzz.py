@@ -155,7 +155,7 @@ def test_mutated_bodies_never_break_anything(stub: Any, count: int) -> None:
 def test_mutated_bodies_leave_a_model_as_it_was(real: Any) -> None:
     """Fewer, as a model computes what the stub engine waits for."""
     with the_same_afterwards(real):
-        send_mutated(real, 3000)
+        send_mutated(real, 2000)
 
 
 @pytest.mark.slow
