@@ -27,7 +27,9 @@ TEXT = "/v1/completions"
 SLOTS = 32  # of the stub engine
 
 
-def send(server: Any, tenant: str, request_id: str, **fields: Any) -> socket.socket:
+def send(
+    server: Any, tenant: str, request_id: str, *, receive_buffer: int | None = None, **fields: Any
+) -> socket.socket:
     """A request on a socket of its own."""
     body = json.dumps({"model": "default", "prompt": "Hello", "max_tokens": 6000, **fields}).encode()
     head = {
@@ -38,7 +40,11 @@ def send(server: Any, tenant: str, request_id: str, **fields: Any) -> socket.soc
         **server.headers(tenant),
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.socket()
+    connection.settimeout(20)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", server.port))
     connection.sendall(f"POST {TEXT} HTTP/1.1\r\n{lines}\r\n".encode() + body)
     return connection
 
@@ -124,7 +130,8 @@ def test_B01_leaving_the_queue(stub: Any, stream: bool) -> None:
 @pytest.mark.timeout(240)
 def test_B01_who_takes_nothing_of_its_answer_for_a_minute_has_left(stub: Any) -> None:
     """Else its places would be taken for as long as it likes, and the answer in memory."""
-    connection = send(stub, "beta", "B01-stalled", stream=True, n=8, logprobs=5, max_tokens=8000)
+    much = {"stream": True, "n": 8, "logprobs": 5, "max_tokens": 8000}
+    connection = send(stub, "beta", "B01-stalled", receive_buffer=4096, **much)
     stub.wait_until(lambda: outcome(stub, "B01-stalled") is not None, 180)
     assert outcome(stub, "B01-stalled") == "cancelled"
     stub.wait_until(lambda: at_rest(stub), 10)
