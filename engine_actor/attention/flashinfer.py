@@ -18,6 +18,7 @@ import torch
 from engine_actor.attention.base import AttentionBackend, token_slots
 from engine_actor.executor import DUMMY_PAGE, PAGE_SIZE
 from engine_actor.step import Int32, StepRecord
+from engine_actor.transfer import upload
 
 WORKSPACE_BYTES = 128 << 20
 """Scratch memory of the kernels, as FlashInfer advises. Shared by all wrappers: they run one after another."""
@@ -163,13 +164,13 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
             planned.plan(
                 qo_indptr=torch.from_numpy(record.token_indptr),
                 paged_kv_indptr=torch.from_numpy(table.indptr),
-                paged_kv_indices=torch.from_numpy(table.indices).to(self.device),
+                paged_kv_indices=upload(table.indices, self.device),
                 paged_kv_last_page_len=torch.from_numpy(table.last_page_len),
                 head_dim_qk=self._head_dim,
                 causal=True,
                 **self._common,
             )
-        return FlashInferMetadata(planned.wrappers, torch.from_numpy(token_slots(record)).to(self.device))
+        return FlashInferMetadata(planned.wrappers, upload(token_slots(record), self.device))
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: FlashInferMetadata
@@ -195,7 +196,7 @@ class FlashInferBackend(AttentionBackend[FlashInferMetadata]):
         """Plan one decode step: before its first layer, and never while a graph is captured."""
         planned.plan(
             indptr=torch.from_numpy(table.indptr),
-            indices=torch.from_numpy(table.indices).to(self.device),
+            indices=upload(table.indices, self.device),
             last_page_len=torch.from_numpy(table.last_page_len),
             head_dim=self._head_dim,
             **self._common,

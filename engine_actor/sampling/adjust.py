@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from engine_actor.step import BiasColumns, Int32, PenaltyColumns, SamplingColumns
+from engine_actor.transfer import upload
 
 
 def adjust(logits: torch.Tensor, columns: SamplingColumns) -> Int32:
@@ -29,7 +30,7 @@ def _penalise(logits: torch.Tensor, penalties: PenaltyColumns) -> None:
     frequency as in the OpenAI API reference: subtracted once, and per occurrence in the output."""
 
     def column(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device)
+        return upload(values, logits.device)
 
     lengths = np.diff(penalties.token_indptr)
     at = (
@@ -45,6 +46,6 @@ def _penalise(logits: torch.Tensor, penalties: PenaltyColumns) -> None:
 
 
 def _add(logits: torch.Tensor, bias: BiasColumns) -> None:
-    at = tuple(torch.from_numpy(index.astype(np.int64)).to(logits.device) for index in (bias.row, bias.token))
+    at = tuple(upload(index.astype(np.int64), logits.device) for index in (bias.row, bias.token))
     # A token may have a bias and be forbidden as well.
-    logits.index_put_(at, torch.from_numpy(bias.bias).to(logits.device), accumulate=True)
+    logits.index_put_(at, upload(bias.bias, logits.device), accumulate=True)

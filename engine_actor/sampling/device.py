@@ -1,4 +1,4 @@
-"""Drawing tokens on a GPU, all rows at once."""
+"""Drawing tokens on a GPU, all rows at once and without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from engine_actor.step import Float32, Int32
+from engine_actor.transfer import upload
 
-# How many of the likeliest tokens are searched for the end of the nucleus before the whole vocabulary is.
-_NUCLEUS_CANDIDATES = (1024, 16384)
+_BITS_OF_ONE = 0x3F800000
+"""1.0 as the bits of a float32. Those of floats from 0 on are in the order of their values."""
 
 
 def draw_rows(
@@ -18,23 +19,30 @@ def draw_rows(
     top_p: Float32,
     min_p: Float32 | None,
     random: np.ndarray,
-) -> Int32:
-    """A token for each row of finite logits [rows, vocab], as `host.draw` chooses one."""
+) -> torch.Tensor:
+    """A token for each row of logits [rows, vocab], int64 [rows], as `host.draw` chooses one.
+
+    For rows that are not finite it is any number.
+    """
     # Shifted before the division, so that no temperature can overflow.
     scaled = logits - logits.amax(dim=-1, keepdim=True)
-    scaled /= torch.from_numpy(temperature).to(logits.device)[:, None]
+    scaled /= upload(temperature, logits.device)[:, None]
     if min_p is not None:
         _drop_unlikely(scaled, min_p)
-    _filter(scaled, top_k, top_p)
-    return _draw(scaled, random)
+    _keep_likeliest(scaled, top_k)
+    weights = scaled.exp_()
+    _keep_nucleus(weights, top_p)
+    return _draw(weights, random)
 
 
-def _draw(scaled: torch.Tensor, random: np.ndarray) -> Int32:
-    """Invert the cumulative distribution of softmax(scaled), maxima 0, at one random number a row."""
-    cumulative = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
-    target = torch.from_numpy(random).to(scaled.device)[:, None] * cumulative[:, -1:]
-    # right=True steps over tokens of probability 0: their cumulative value equals the one before.
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].cpu().numpy().astype(np.int32)
+def _draw(weights: torch.Tensor, random: np.ndarray) -> torch.Tensor:
+    """The token at which the cumulative weight passes one random number a row times the sum."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    # right=True steps over weights of 0: their cumulative value equals the one before. Rounding must not step over the
+    # last weight that is none.
+    chosen = torch.searchsorted(cumulative, upload(random, weights.device)[:, None] * total, right=True)
+    return torch.minimum(chosen, torch.searchsorted(cumulative, total))[:, 0]
 
 
 def _drop_unlikely(scaled: torch.Tensor, min_p: Float32) -> None:
@@ -42,42 +50,43 @@ def _drop_unlikely(scaled: torch.Tensor, min_p: Float32) -> None:
     up the heat: min-p sampling", 2024)."""
     limited = np.flatnonzero(min_p > 0)
     if len(limited):
-        index = torch.from_numpy(limited).to(scaled.device)
-        least = torch.from_numpy(np.log(min_p[limited])).to(scaled.device)[:, None]
+        index = upload(limited, scaled.device)
+        least = upload(np.log(min_p[limited]), scaled.device)[:, None]
         values = scaled[index]
         scaled[index] = values.masked_fill_(values < least, -torch.inf)
 
 
-def _filter(scaled: torch.Tensor, top_k: Int32, top_p: Float32) -> None:
-    """Set what top_k and top_p exclude to -inf, in place."""
-    vocab = scaled.shape[-1]
-    limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
+def _keep_likeliest(scaled: torch.Tensor, top_k: Int32) -> None:
+    """Set all but the top_k greatest values of a row, and ties with the last, to -inf, in place."""
+    limited = np.flatnonzero((top_k > 0) & (top_k < scaled.shape[-1]))
     if len(limited):
-        index = torch.from_numpy(limited)
-        last = torch.from_numpy(top_k[limited].astype(np.int64))[:, None].to(scaled.device) - 1
+        index = upload(limited, scaled.device)
+        last = upload(top_k[limited].astype(np.int64), scaled.device)[:, None] - 1
         values = scaled[index]
         least = values.topk(int(top_k[limited].max())).values.gather(1, last)
         scaled[index] = values.masked_fill_(values < least, -torch.inf)
+
+
+def _keep_nucleus(weights: torch.Tensor, top_p: Float32) -> None:
+    """Set weights, 0 .. 1, outside the smallest set of greatest ones that reaches top_p of the sum to 0, in place.
+
+    The least weight in the nucleus is found by bisection over its bits: no sort, and no number that the host waits for.
+    """
     nucleus = np.flatnonzero(top_p < 1)
-    if len(nucleus):
-        index = torch.from_numpy(nucleus)
-        values = scaled[index]
-        least = _least_in_nucleus(values, torch.from_numpy(top_p[nucleus]).to(scaled.device))
-        scaled[index] = values.masked_fill_(values < least, -torch.inf)
+    if len(nucleus) == 0:
+        return
+    index = upload(nucleus, weights.device)
+    values = weights[index]
+    bits = values.view(torch.int32)
 
+    def sum_of(kept: torch.Tensor) -> torch.Tensor:
+        return torch.where(kept, values, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
 
-def _least_in_nucleus(values: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the least value in the smallest set of likeliest tokens whose probability reaches top_p."""
-    needed = top_p.double()[:, None] * values.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    least = torch.empty_like(needed, dtype=values.dtype)
-    rows = torch.arange(len(values), device=values.device)
-    vocab = values.shape[-1]
-    for count in (*(count for count in _NUCLEUS_CANDIDATES if count < vocab), vocab):
-        candidates = values[rows].topk(count).values
-        mass = candidates.exp().cumsum(dim=-1, dtype=torch.float64)
-        last = (mass < needed[rows]).sum(dim=-1, keepdim=True)
-        least[rows] = candidates.gather(1, last.clamp(max=count - 1))
-        rows = rows[last[:, 0] == count]
-        if len(rows) == 0:
-            break
-    return least
+    least = torch.zeros_like(bits[:, :1])
+    needed = upload(top_p[nucleus].astype(np.float64), weights.device)[:, None] * sum_of(bits >= least)
+    beyond = torch.full_like(least, _BITS_OF_ONE + 1)  # the least weight is in [least, beyond)
+    for _ in range(_BITS_OF_ONE.bit_length()):
+        middle = (least + beyond) // 2
+        reached = sum_of(bits >= middle) >= needed
+        least, beyond = torch.where(reached, middle, least), torch.where(reached, beyond, middle)
+    weights[index] = values.masked_fill_(bits < least, 0.0)

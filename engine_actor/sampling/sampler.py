@@ -14,6 +14,7 @@ from engine_actor.sampling.device import draw_rows
 from engine_actor.sampling.host import draw
 from engine_actor.sampling.random import uniform
 from engine_actor.step import Bool, Int32, SamplingColumns
+from engine_actor.transfer import upload
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
@@ -22,12 +23,21 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]
     A row that is not finite gets token 0. Penalties and biases come first and change the logits in place; then
     temperature, then min_p, top_k, and top_p on what is left; tokens that tie with the last one kept are kept.
     """
-    if logits.shape[0] == 0:
-        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
-    return (_on_cpu if logits.device.type == "cpu" else _on_device)(logits, columns)
+    tokens, finite = sample_on_device(logits, columns)
+    return tokens.cpu().numpy(), finite.cpu().numpy()
+
+
+def sample_on_device(logits: torch.Tensor, columns: SamplingColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `sample`, but the answer, int32 and bool [S], stays on the device of the logits: a GPU is not waited for."""
+    if logits.device.type == "cpu":
+        tokens, finite = _on_cpu(logits, columns)
+        return torch.from_numpy(tokens), torch.from_numpy(finite)
+    return _on_gpu(logits, columns)
 
 
 def _on_cpu(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
+    if logits.shape[0] == 0:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
     values = logits.numpy()
     finite = np.isfinite(values.min(axis=1)) & np.isfinite(values.max(axis=1))
     adjust(logits, columns)
@@ -49,20 +59,22 @@ def _on_cpu(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool
     return tokens, finite
 
 
-def _on_device(logits: torch.Tensor, columns: SamplingColumns) -> tuple[Int32, Bool]:
+def _on_gpu(logits: torch.Tensor, columns: SamplingColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.shape[0] == 0:
+        return logits.new_empty(0, dtype=torch.int32), logits.new_empty(0, dtype=torch.bool)
     lowest, highest = logits.aminmax(dim=-1)
-    finite = (torch.isfinite(lowest) & torch.isfinite(highest)).cpu().numpy()
+    finite = torch.isfinite(lowest) & torch.isfinite(highest)
     adjust(logits, columns)
-    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
-    tokens[~finite] = 0
-    rows = np.flatnonzero(finite & (columns.temperature > 0))
+    tokens = logits.argmax(dim=-1)
+    rows = np.flatnonzero(columns.temperature > 0)
     if len(rows):
-        tokens[rows] = draw_rows(
-            logits[torch.from_numpy(rows).to(logits.device)],
+        index = upload(rows, logits.device)
+        tokens[index] = draw_rows(
+            logits[index],
             columns.temperature[rows],
             columns.top_k[rows],
             columns.top_p[rows],
             None if columns.min_p is None else columns.min_p[rows],
             uniform(columns.seed[rows], columns.position[rows]),
         )
-    return tokens, finite
+    return tokens.where(finite, 0).to(torch.int32), finite

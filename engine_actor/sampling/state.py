@@ -55,6 +55,17 @@ class SamplingState:
         )
         return None if params == plain else cls(request)
 
+    @property
+    def needs_result(self) -> bool:
+        """Whether the next token has to wait until the one before is known.
+
+        The output so far decides what is done to its logits, or log probabilities are wanted, for which a runner waits.
+        """
+        params = self.params
+        return (
+            self.counts is not None or self.output_tokens < params.min_tokens or params.logprobs is not None
+        )
+
     def append(self, token: int) -> None:
         """A token has been sampled."""
         self.output_tokens += 1

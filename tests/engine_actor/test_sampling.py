@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine_actor.sampling.device import draw_rows
 from engine_actor.sampling.host import draw, lower_bound
 from engine_actor.sampling.random import uniform
-from engine_actor.sampling.sampler import sample
+from engine_actor.sampling.sampler import _on_gpu, sample
 from engine_actor.step import SamplingColumns
 
 
@@ -128,6 +128,27 @@ def test_a_row_that_is_not_finite_harms_no_other() -> None:
     assert tokens[3:].tolist() == expected[3:].tolist() and tokens[:3].tolist() == [0, 0, 0]
 
 
+def test_the_path_of_the_gpu_chooses_the_same() -> None:
+    random = np.random.default_rng(0)
+    count, vocab = 200, 500
+    logits = torch.from_numpy(random.normal(0, 3, (count, vocab)).astype(np.float32))
+    logits[3, 7], logits[4, 7], logits[5, 7] = float("nan"), float("inf"), float("-inf")
+    values = columns(
+        count,
+        temperature=random.choice([0.0, 0.7, 2.0], count),
+        top_k=random.choice([0, 1, 40], count),
+        top_p=random.choice([1.0, 0.95, 0.3, 0.0], count),
+        seed=random.integers(0, 2**63, count),
+    )
+    tokens, finite = sample(logits, values)
+    gpu_tokens, gpu_finite = _on_gpu(logits.clone(), values)
+    assert gpu_tokens.dtype == torch.int32 and gpu_finite.tolist() == finite.tolist()
+    differ = np.flatnonzero(gpu_tokens.numpy() != tokens)
+    assert len(differ) <= 1, "where rounding decides which side of a border a random number falls"
+    assert not finite[3:6].any() and gpu_tokens[3:6].tolist() == [0, 0, 0]
+    assert [len(part) for part in _on_gpu(torch.empty(0, vocab), columns(0))] == [0, 0]
+
+
 def test_no_rows() -> None:
     tokens, finite = sample(torch.empty(0, 100), columns(0))
     assert tokens.shape == finite.shape == (0,)
@@ -230,7 +251,7 @@ def test_the_kept_tokens_are_those_of_the_definition(
             np.array([top_p], np.float32),
             np.array([min_p], np.float32),
             np.array([random]),
-        )[0]
+        )[0].item()
         for chosen in (token, on_device):
             assert kept[chosen] and probabilities[chosen] >= least[1] * (1 - 1e-5) - 1e-30
         if random in (0.0, 1 - 2.0**-53):
