@@ -129,9 +129,9 @@ class _Load:
             setattr(cache, name, self._timed(getattr(cache, name), clock))
 
     def _timed(self, function: Callable[..., Any], clock: float) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             begin = time.thread_time()
-            answer = function(*args)
+            answer = function(*args, **options)
             self.cache_seconds += time.thread_time() - begin - clock
             return answer
 

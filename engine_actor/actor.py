@@ -385,13 +385,14 @@ class EngineActor:
             new - old for new, old in zip(totals, counted, strict=True)
         )
         if record is not None and result is not None:
+            chunks = record.chunk_lengths
             self._stats.observe_step(
                 now=time.monotonic(),
                 iteration_seconds=outcome.step_seconds,
                 scheduler_seconds=outcome.scheduler_seconds,
                 model_seconds=result.model_seconds,
-                prefill_chunks=scheduler.prefill_chunks,
-                decode_requests=record.num_rows - len(scheduler.prefill_chunks),
+                prefill_chunks=chunks,
+                decode_requests=record.num_rows - len(chunks),
                 recomputed_chunks=recomputed,
                 preemptions=preempted,
             )

@@ -32,7 +32,8 @@ class EngineOptions:
     can run, else torch, and "native" insists on it. `attention` is that of the torch executor: "auto" takes FlashInfer
     on CUDA where it can run, else the reference, and "flashinfer" insists on it. `kv_pages` counts usable pages,
     `kv_bytes` is the alternative. `quantization` other than "none" is of the native executor alone.
-    `max_model_len` None is the model's own context length. `threads` None takes every core given to the process.
+    `async_scheduling` is of the torch executor alone. `max_model_len` None is the model's own context length.
+    `threads` None takes every core given to the process.
     """
 
     source: str
@@ -53,6 +54,7 @@ class EngineOptions:
     prefix_caching: bool = True
     request_level_batching: bool = False
     prefill_first: bool = False
+    async_scheduling: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class BuiltEngine:
 def build_engine(options: EngineOptions) -> BuiltEngine:
     """Load the model and make the runner. Slow.
 
-    Raises LoadError when the model cannot be loaded, ValueError for options that do not fit it or a native
-    executor that was insisted on and can not run here.
+    Raises LoadError when the model cannot be loaded, ValueError for options that do not fit it or each other, or a
+    native executor that was insisted on and can not run here.
     """
     if options.engine == "stub":
         from engine_actor.stub_runner import StubRunner
@@ -80,6 +82,7 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
 
     import torch
 
+    from engine_actor.async_runner import AsyncModelRunner
     from engine_actor.loading.checkpoint import load_checkpoint
     from engine_actor.models.layers import packed_bfloat16_available
     from engine_actor.runner import ModelRunner
@@ -130,9 +133,16 @@ def build_engine(options: EngineOptions) -> BuiltEngine:
                 text for text in (f"no native executor: {reason}", executor.info.fallback_reason) if text
             ]
             executor.info = replace(executor.info, fallback_reason="; ".join(reasons))
+    runner = ModelRunner(executor)
+    if options.async_scheduling:
+        if not isinstance(executor, TorchExecutor):
+            raise ValueError(
+                "async_scheduling gains nothing with the native executor, whose threads need the cores that schedule"
+            )
+        runner = AsyncModelRunner(executor)
     config = checkpoint.config
     return BuiltEngine(
-        ModelRunner(executor),
+        runner,
         _limits(options, config.max_position_embeddings),
         config.vocab_size,
         executor,
@@ -181,6 +191,7 @@ def _limits(options: EngineOptions, context_length: int) -> SchedulerConfig:
         prefix_caching=options.prefix_caching,
         request_level_batching=options.request_level_batching,
         prefill_first=options.prefill_first,
+        async_scheduling=options.async_scheduling,
     )
 
 

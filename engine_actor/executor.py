@@ -7,6 +7,7 @@ attention backend; a native one may replace the whole step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,3 +84,12 @@ class Runner(ABC):
     @abstractmethod
     def run(self, record: StepRecord) -> StepResult:
         """Execute and sample one step. Called from one thread only."""
+
+    def start(self, record: StepRecord) -> Callable[[], StepResult]:
+        """Begin a step; what is returned waits for its result. From the same thread, steps in order.
+
+        Only a runner made for asynchronous scheduling takes records with tokens that are not known yet, and returns
+        before the step has ended; this one runs it at once.
+        """
+        result = self.run(record)
+        return lambda: result

@@ -20,6 +20,7 @@ from engine_actor.attention.flashinfer import (
 )
 from engine_actor.executor import DUMMY_PAGE, PAGE_SIZE, GraphCounters
 from engine_actor.step import StepRecord
+from engine_actor.transfer import fill_in, staged
 
 MAX_GRAPH_ROWS = 256
 
@@ -102,8 +103,11 @@ class DecodeGraphs:
         self.counters.captured = len(sizes)
         self.counters.capture_seconds = time.perf_counter() - started
 
-    def execute(self, record: StepRecord) -> torch.Tensor | None:
-        """Logits float32 [R, vocab] of a pure decode step, valid until the next call; None if no graph serves it."""
+    def execute(self, record: StepRecord, sampled: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits float32 [R, vocab] of a pure decode step, valid until the next call; None if no graph serves it.
+
+        `sampled` as in the executor.
+        """
         rows = record.num_rows
         if rows > self._sizes[-1] or record.num_tokens != rows or not record.is_last_chunk.all():
             self.counters.eager_steps += 1
@@ -116,7 +120,9 @@ class DecodeGraphs:
             (self._positions, record.start),
             (self._slots, token_slots(record)),
         ):
-            buffer[: graph.rows].copy_(torch.from_numpy(np.concatenate((values, dummy))))
+            padded = np.concatenate((values, dummy))
+            buffer[: graph.rows].copy_(staged(padded, buffer.device), non_blocking=True)
+        fill_in(self._token_ids[:rows], record, sampled)
         graph.replay()
         self.counters.replays += 1
         return self._logits[:rows]

@@ -1,4 +1,8 @@
-"""The step loop: a thread that schedules, runs and commits, one step after another."""
+"""The step loop: a thread that schedules, runs and commits, one step after another.
+
+With asynchronous scheduling two steps are in flight: each is scheduled and handed to the runner while the one before
+runs, and that one's result is committed then.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +28,10 @@ IDLE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one turn of the loop did. `record` and `result` are None when nothing was computed.
+    """What one turn of the loop did. `record` and `result` are of the step it committed, None without one.
 
-    `accepted` names the tickets whose requests were taken. `scheduler_seconds` is the time outside the runner.
+    `accepted` names the tickets whose requests were taken. `scheduler_seconds` is the time outside the runner,
+    `step_seconds` the time since the step was scheduled or, if that is later, since the step before it was committed.
     """
 
     rows: list[StreamRow]
@@ -34,6 +40,15 @@ class StepOutcome:
     result: StepResult | None = None
     scheduler_seconds: float = 0.0
     step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was begun at `begin`, and what waits for its result."""
+
+    record: StepRecord
+    begin: float
+    wait: Callable[[], StepResult]
 
 
 class EngineLoop:
@@ -54,6 +69,8 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._control = control
+        self._flights: deque[_Flight] = deque()
+        self._depth = 2 if scheduler.config.async_scheduling else 1
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -62,6 +79,7 @@ class EngineLoop:
         self.last_progress = time.monotonic()
         """Monotonic seconds of the last step on the way to a new token, or of the last moment without any work."""
         self._computing = False
+        self._committed = self.last_progress
         self._served = 0
         self._served_nothing = 0  # tokens computed since the last new one
 
@@ -69,7 +87,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the loop after the step in flight. Live requests get no further rows."""
+        """End the loop after the steps in flight. Live requests get no further rows."""
         self._inbox.put(None)
         self._thread.join(timeout)
 
@@ -112,6 +130,8 @@ class EngineLoop:
         try:
             while self._read_inbox():
                 self._turn()
+            for flight in self._flights:
+                flight.wait()
         except BaseException as error:
             logger.exception("the engine loop ends: a step failed")
             self._on_failure(error)
@@ -131,27 +151,34 @@ class EngineLoop:
     def _turn(self) -> None:
         begin = time.monotonic()
         record = self._scheduler.schedule(begin, self._control.token_budget(begin))
+        scheduled = time.monotonic()
+        self._computing = True
+        if record is not None:
+            self._flights.append(_Flight(record, begin, self._runner.start(record)))
+            if len(self._flights) < self._depth:
+                return
         rows = self._scheduler.take_finished()
         accepted, self._accepted = self._accepted, []
-        if record is None:
+        if not self._flights:
+            self._computing = False
             if self._scheduler.has_work:
                 time.sleep(IDLE_SECONDS / 50)  # nothing fits just now: no progress, and health will tell
             else:
                 self.last_progress = begin
             self._on_outcome(StepOutcome(rows, accepted))
             return
-        scheduled = time.monotonic()
-        self._computing = True
-        result = self._runner.run(record)
+        flight = self._flights.popleft()
+        result = flight.wait()
         self._computing = False
         ran = time.monotonic()
-        rows += self._scheduler.commit(record, result, ran)
+        rows += self._scheduler.commit(flight.record, result, ran)
         end = time.monotonic()
-        self._note_progress(record, end)
-        self._control.observe(record, rows, end - begin)
-        self._on_outcome(
-            StepOutcome(rows, accepted, record, result, (scheduled - begin) + (end - ran), end - begin)
-        )
+        seconds = end - max(flight.begin, self._committed)
+        self._committed = end
+        self._note_progress(flight.record, end)
+        self._control.observe(flight.record, rows, seconds)
+        scheduler_seconds = (scheduled - begin) + (end - ran)
+        self._on_outcome(StepOutcome(rows, accepted, flight.record, result, scheduler_seconds, seconds))
 
     def _note_progress(self, record: StepRecord, end: float) -> None:
         """A step that serves no new token may compute lost ones again, but no more than the pool can have lost."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine_actor.kv.cache import KVCache
 from engine_actor.live import LiveRequests
 from engine_actor.running import RunningSet
@@ -32,10 +34,15 @@ class Prefill:
         self._service = service
         self._chunk_size = chunk_size
 
-    def rows(self, budget: int, step: int) -> list[tuple[SequenceState, int]]:
-        """Requests and their numbers of tokens in this step, with pages reserved for them."""
+    def rows(
+        self, budget: int, step: int, before: Sequence[SequenceState]
+    ) -> list[tuple[SequenceState, int]]:
+        """Requests and their numbers of tokens in this step, with pages reserved for them.
+
+        `before` are the requests with chunks in the step before, which may be in flight.
+        """
         chunk = self._chunk_size
-        queues = self._queues()
+        queues = self._queues(before)
         shares = split_prefill_budget(
             {name: sum(min(chunk, s.pending) for s in queue) for name, queue in queues.items()},
             {name: self._live.tenants[name].weight for name in queues},
@@ -67,23 +74,27 @@ class Prefill:
         self._live.count_prefill(sequence.tenant, sequence.computed - end)
         sequence.computed = end
 
-    def _queues(self) -> dict[str, list[SequenceState]]:
+    def _queues(self, before: Sequence[SequenceState]) -> dict[str, list[SequenceState]]:
         """Requests with tokens to prefill, per tenant; without those whose next page another one computes now.
 
         So N equal prompts that arrive together compute their common prefix once: the others wait for the first, and
         take its pages from the prefix cache (in-batch prefix caching in SGLang).
         """
         queues: dict[str, list[SequenceState]] = {}
-        claimed: set[tuple[str, int, bytes]] = set()
+        claimed = {
+            self._cache.next_page(sequence.table, sequence.token_ids)
+            for sequence in before
+            if sequence.decoding and self._cache.prefix_caching
+        }
         for name, tenant in self._live.tenants.items():
             for sequence in tenant.prefilling:
                 if self._cache.prefix_caching and not sequence.wants_prompt_logits:
                     if end := self._running.extend(sequence):
                         self.skip_to(sequence, end)
                     claim = self._cache.next_page(sequence.table, sequence.token_ids)
-                    if claim in claimed:
-                        continue
                     if claim is not None:
+                        if claim in claimed:
+                            continue
                         claimed.add(claim)
                 queues.setdefault(name, []).append(sequence)
         return queues

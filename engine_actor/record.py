@@ -15,15 +15,17 @@ def write_record(
 ) -> StepRecord:
     """The record of a step: one token for each slot in `decodes`, then the next tokens of each of `prefills`.
 
-    Moves `computed` of all of them.
+    Moves `computed` of all of them. A newest token that is computed already is one that nobody knows yet: the step in
+    flight samples the next.
     """
     token_ids: list[int] = []
     prompts: list[tuple[int, SamplingState, list[int]]] = []
-    for slot in decodes.tolist():
+    for slot, sampled_row in zip(decodes.tolist(), running.sampled_row[decodes].tolist(), strict=True):
         sequence = running.sequences[slot]
         assert sequence is not None
+        known = sequence.computed < len(sequence.token_ids)
+        token_ids.append(sequence.token_ids[-1] if known else -1 - sampled_row)
         sequence.computed += 1
-        token_ids.append(sequence.token_ids[-1])
     for row, (sequence, length) in enumerate(prefills, len(decodes)):
         start, end = sequence.computed, sequence.computed + length
         token_ids += sequence.token_ids[start:end]
@@ -39,6 +41,9 @@ def write_record(
     running.computed[slots] = ends
     last = ends == running.known[slots]
     last[: len(decodes)] = True
+    sampled = slots[last]
+    running.sampled_row[sampled] = np.arange(len(sampled))
+    running.last_turn[decodes] = step * len(running.last_turn) + np.arange(len(decodes))
     page_indices, page_indptr = running.table_columns(slots, ends)
     token_indptr = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(lengths, out=token_indptr[1:])
@@ -54,8 +59,9 @@ def write_record(
         token_indptr=token_indptr,
         page_indices=page_indices,
         page_indptr=page_indptr,
-        sampling=_sampling_columns(running, slots[last], ends[last]),
+        sampling=_sampling_columns(running, sampled, ends[last]),
         prompt_logprobs=prompt_columns(prompts),
+        num_decodes=len(decodes),
     )
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine_actor.executor import Executor, Runner
 from engine_actor.sampling.logprobs import token_logprobs
-from engine_actor.sampling.sampler import sample
+from engine_actor.sampling.sampler import sample_on_device
 from engine_actor.step import Logprobs, StepRecord, StepResult
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens int32 [S] and whether their logits were finite, bool [S], on the device; the rest as in a StepResult."""
+
+    token_ids: torch.Tensor
+    finite: torch.Tensor
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
 
 
 class ModelRunner(Runner):
@@ -30,7 +41,13 @@ class ModelRunner(Runner):
             if highest is not None:
                 seconds = time.perf_counter() - started
                 return StepResult(record.step, np.maximum(highest, 0), highest >= 0, seconds)
-        logits = self._executor.execute(record)
+        sampled = self._sample(record, self._executor.execute(record))
+        token_ids, finite = sampled.token_ids.cpu().numpy(), sampled.finite.cpu().numpy()
+        seconds = time.perf_counter() - started
+        return StepResult(record.step, token_ids, finite, seconds, sampled.logprobs, sampled.prompt_logprobs)
+
+    def _sample(self, record: StepRecord, logits: torch.Tensor) -> Sampled:
+        """What a record's logits give. Waits for a GPU only where log probabilities are wanted."""
         prompt_logprobs = None
         if record.prompt_logprobs is not None:
             prompt_logprobs = _of_prompt(logits, record)
@@ -38,12 +55,11 @@ class ModelRunner(Runner):
         wanted = record.sampling.logprobs
         # Copied, because sampling changes logits in place.
         raw = None if wanted is None else logits[torch.from_numpy(wanted.row.astype(np.int64))]
-        token_ids, finite = sample(logits, record.sampling)
+        token_ids, finite = sample_on_device(logits, record.sampling)
         logprobs = None
         if raw is not None and wanted is not None:
-            logprobs = token_logprobs(raw, token_ids[wanted.row], int(wanted.top.max()))
-        seconds = time.perf_counter() - started
-        return StepResult(record.step, token_ids, finite, seconds, logprobs, prompt_logprobs)
+            logprobs = token_logprobs(raw, token_ids.cpu().numpy()[wanted.row], int(wanted.top.max()))
+        return Sampled(token_ids, finite, logprobs, prompt_logprobs)
 
 
 def _of_prompt(logits: torch.Tensor, record: StepRecord) -> Logprobs:

@@ -41,8 +41,8 @@ class RunningSet:
         self.has_wishes = column(np.bool_)
         self.used = column(np.bool_)
         self.decoding = column(np.bool_)
-        self.last_turn = column(np.int64)  # place of its last decode row among all of them
-        self._turns = 0
+        self.last_turn = column(np.int64)  # grows with the step of its last decode row, and the place in it
+        self.sampled_row: Int32 = column()  # its row of S in the last step that sampled for it
         self.num_pages: Int32 = column()
         self.pages: Int32 = np.zeros((max_num_seqs, max_pages), np.int32)
 
@@ -89,11 +89,12 @@ class RunningSet:
     def remove(self, sequence: SequenceState, *, keep: bool) -> None:
         """Take slot and pages back; with `keep`, what is computed stays in the prefix cache until room is needed.
 
-        Without prefix caching only a preempted request, which will go on, finds kept pages again.
+        Without prefix caching only a preempted request, which will go on, finds kept pages again. What a step in flight
+        computes for a request that has ended is not kept.
         """
         table = sequence.table
         if keep:
-            self._cache.share(table, sequence.token_ids, sequence.computed)
+            self._cache.share(table, sequence.token_ids, min(sequence.computed, len(sequence.token_ids) - 1))
         sequence.tenant.pages -= len(table.pages)
         self._cache.close(table)
         slot, sequence.slot = sequence.slot, -1
@@ -154,13 +155,22 @@ class RunningSet:
         self.decoding[sequence.slot] = True
 
     def decode_turn(self, limit: int) -> np.ndarray:
-        """Slots of at most `limit` decoding requests: those whose last turn is longest ago."""
-        slots = np.flatnonzero(self.decoding)
+        """Slots of at most `limit` decoding requests: those whose last turn is longest ago.
+
+        Not those that the step in flight brings to their greatest length.
+        """
+        slots = np.flatnonzero(self.decoding & (self.computed + 1 < self.max_length))
         if len(slots) > limit:
             slots = slots[np.argsort(self.last_turn[slots], kind="stable")[:limit]]
-            self._turns += limit
-            self.last_turn[slots] = np.arange(self._turns, self._turns + limit)
         return slots
+
+    def any_needs_result(self) -> bool:
+        """Whether a decoding request's next token has to wait until the one before is known."""
+        for slot in np.flatnonzero(self.decoding & self.has_wishes).tolist():
+            sequence = self.sequences[slot]
+            if sequence is not None and sequence.wishes is not None and sequence.wishes.needs_result:
+                return True
+        return False
 
     def without_page(self, slots: np.ndarray) -> list[int]:
         """Those of the slots whose next token needs a page they do not have."""

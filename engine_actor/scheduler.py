@@ -9,6 +9,11 @@ Torch-free and clock-free: time comes in as an argument, so a simulator can driv
 Decode rows come first, prefill in chunks fills the rest of the token budget (Agrawal et al., "Sarathi-Serve",
 OSDI'24). A result is matched to its record by request id and epoch; an abort is a flag that is acted on between
 steps, so a page is never freed while a record in flight names it.
+
+A second `schedule` may come before the `commit` of the first: the scheduler then presumes that every request the first
+one samples for goes on with a token yet unknown. Where one does not, its row of the second record is dropped. What
+can not be decided before the first result is known (an abort, a preemption, penalties over the output) waits for it:
+`schedule` answers None. Answers, accounts and cached pages are the same as with one step at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ class SchedulerConfig:
     """Limits of one engine. `prefill_chunk_size` is the upper bound of one request's tokens in one step.
 
     `kv_cache_utilization_limit` is the share of the pool that the estimated peak of the admitted requests may take,
-    `kv_watermark` the share that an admission leaves available for those that already run.
+    `kv_watermark` the share that an admission leaves available for those that already run. With `async_scheduling` the
+    step loop schedules each step while the one before runs.
 
     Two habits of older engines, for comparison: `request_level_batching` starts the next requests only when all before
     them have ended (what Orca, OSDI'22, did away with); `prefill_first` leaves decodes out of a step that has prompts
@@ -61,8 +67,13 @@ class SchedulerConfig:
     kv_cache_utilization_limit: float = 1.0
     prefix_caching: bool = True
     kv_watermark: float = 0.01
+    async_scheduling: bool = False
     request_level_batching: bool = False
     prefill_first: bool = False
+
+
+class _StepInFlightError(Exception):
+    """What is to be done has to wait for the result of a step."""
 
 
 class Scheduler:
@@ -91,8 +102,6 @@ class Scheduler:
         self.preemptions = 0
         self.nonfinite_requests = 0
         self.service = ServiceAccounts(prices)
-        self.prefill_chunks: list[int] = []
-        """Sizes in tokens of the prompt chunks of the step scheduled last."""
         self._next_id = 0
         self._live = LiveRequests()
         longest = min(config.max_model_len, self.cache.total * PAGE_SIZE)
@@ -114,6 +123,8 @@ class Scheduler:
             self._live, self._running, self.cache, self.service, config.kv_cache_utilization_limit
         )
         self._aborted: list[SequenceState] = []
+        self._in_flight: deque[int] = deque()  # steps scheduled and not committed
+        self._prefilled: list[SequenceState] = []  # those with chunks in the step scheduled last
         self._finished_rows: list[StreamRow] = []
         self.first_tokens: deque[tuple[str, int]] = deque(maxlen=_UNREPORTED_EVENTS)
         """Tickets of sequences whose first token came in the commits so far. Whoever reports them empties it."""
@@ -140,7 +151,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._finished_rows)
+        return bool(self._live or self._finished_rows or self._in_flight)
 
     def submit(self, request: EngineRequest, now: float) -> bool:
         """Take a request; False if this (request, attempt) was taken before.
@@ -177,7 +188,7 @@ class Scheduler:
         return True
 
     def abort(self, request: str, attempt: int) -> None:
-        """Flag a request for abortion; it ends in the next `schedule`, when no step is in flight."""
+        """Flag a request for abortion; it ends in the next `schedule` that finds no step in flight."""
         sequence = self._live.find((request, attempt))
         if sequence is not None and not sequence.aborted:
             sequence.aborted = True
@@ -189,11 +200,22 @@ class Scheduler:
         return rows
 
     def schedule(self, now: float, token_budget: int | None = None) -> StepRecord | None:
-        """Choose the next step and move the state of its requests. None if nothing can be computed.
+        """Choose the next step and move the state of its requests. None if nothing can be computed, or not before the
+        step in flight is committed.
 
         `token_budget` bounds the tokens of this step, below `max_num_batched_tokens`; a step has at least one. The
-        caller must run the record and `commit` it before the next call.
+        caller must run the records and `commit` them in their order, one call behind at most.
         """
+        if len(self._in_flight) > 1:
+            raise ValueError("two steps are in flight: commit the first")
+        if self._in_flight and (self._aborted or self._running.any_needs_result()):
+            return None
+        try:
+            return self._schedule(now, token_budget)
+        except _StepInFlightError:
+            return None
+
+    def _schedule(self, now: float, token_budget: int | None) -> StepRecord | None:
         for sequence in self._aborted:
             if sequence.id in self._live.by_id:
                 self._finished_rows.append(self._finish(sequence, now, "abort"))
@@ -216,8 +238,12 @@ class Scheduler:
 
     def commit(self, record: StepRecord, result: StepResult, now: float) -> list[StreamRow]:
         """Apply the result of a record: share finished chunks, append tokens, end requests."""
-        if result.step != record.step:
-            raise ValueError(f"result of step {result.step} does not belong to record {record.step}")
+        if not self._in_flight or not self._in_flight[0] == record.step == result.step:
+            raise ValueError(
+                f"record {record.step} with result {result.step} is not the oldest step in flight"
+            )
+        self._in_flight.popleft()
+        self.cache.settle(in_flight=bool(self._in_flight))
         rows: list[StreamRow] = []
         live, logprobs = self._live.by_id, step_logprobs(record, result)
         sampled: dict[Tenant, int] = {}
@@ -227,7 +253,7 @@ class Scheduler:
             sequence = live.get(request_id)
             if sequence is None or sequence.epoch != epoch:
                 continue
-            if not sequence.decoding:
+            if row >= record.num_decodes:
                 length = int(record.length[row])
                 sequence.prefill_chunks.append(((now - sequence.accepted_at) * 1e3, length))
                 self._running.share(sequence, int(record.start[row]) + length)
@@ -263,7 +289,7 @@ class Scheduler:
         sequence.last_token_at = now
         if sequence.wishes is not None:
             sequence.wishes.append(token)
-        usage = None if sequence.decoding else self._start_decoding(sequence, now)
+        usage = None if sequence.first_token_at is not None else self._note_first_token(sequence, now)
         if token in sequence.stop_token_ids:
             return self._finish(sequence, now, "stop", token_ids=(token,))
         if len(sequence.token_ids) >= sequence.max_length:
@@ -271,12 +297,8 @@ class Scheduler:
         request, attempt = sequence.key
         return StreamRow(request, attempt, (token,), None, None, usage)
 
-    def _start_decoding(self, sequence: SequenceState, now: float) -> RequestUsage | None:
-        """All known tokens are computed. Returns the usage so far with the very first token."""
-        sequence.tenant.prefilling.remove(sequence)
-        self._running.start_decoding(sequence)
-        if sequence.first_token_at is not None:
-            return None
+    def _note_first_token(self, sequence: SequenceState, now: float) -> RequestUsage:
+        """Returns the usage so far."""
         sequence.first_token_at = now
         self.first_tokens.append((sequence.request.ticket, sequence.request.attempt))
         return sequence.usage()
@@ -338,7 +360,7 @@ class Scheduler:
                 if self._admission.fits(sequence, table):
                     self._start(sequence, table, now)
                     continue
-                self.cache.close(table)
+                self.cache.close(table, used=False)
                 giver = shares.reclaim_from(name, slot=False)
             if giver is None:
                 break
@@ -360,21 +382,28 @@ class Scheduler:
     def _schedule_prefills(self, budget: int, decodes: bool) -> list[tuple[SequenceState, int]]:
         if budget <= 0:
             return []
-        rows = self._prefill.rows(budget, self.step)
+        rows = self._prefill.rows(budget, self.step, self._prefilled)
         while not rows and not decodes and len(self._running):
             # Half-computed prompts hold every page between them and no decode will free any.
             self._preempt(self._choose_victim())
-            rows = self._prefill.rows(budget, self.step)
+            rows = self._prefill.rows(budget, self.step, self._prefilled)
         return rows
 
     def _advance(self, decodes: np.ndarray, prefills: list[tuple[SequenceState, int]]) -> StepRecord:
         """Move every scheduled request and write the record: the only place where `computed` grows by computing."""
         self.step += 1
-        self.prefill_chunks = [length for _, length in prefills]
+        self._in_flight.append(self.step)
+        self.cache.in_flight = True
         for sequence, length in prefills:
             self.service.computed(sequence, sequence.computed, sequence.computed + length)
             self._live.count_prefill(sequence.tenant, -length)
-        return write_record(self.epoch, self.step, self._running, decodes, prefills)
+        record = write_record(self.epoch, self.step, self._running, decodes, prefills)
+        self._prefilled = [sequence for sequence, _ in prefills]
+        for sequence in self._prefilled:
+            if not sequence.pending:
+                sequence.tenant.prefilling.remove(sequence)
+                self._running.start_decoding(sequence)
+        return record
 
     def _choose_victim(self) -> SequenceState:
         shares = self._shares()
@@ -395,8 +424,10 @@ class Scheduler:
         """Take a running request's slot and pages; it waits in front and computes again what is lost meanwhile.
 
         Its full pages stay in the prefix cache as long as nobody needs them: tails are evicted first, so no more is
-        computed again than was taken.
+        computed again than was taken. Raises _StepInFlightError while it may be part of a step.
         """
+        if self._in_flight:
+            raise _StepInFlightError
         sequence.served = max(sequence.served, sequence.computed)
         tenant = sequence.tenant
         self._live.count_prefill(

@@ -20,10 +20,10 @@ class SequenceState:
 
     `token_ids` is the prompt followed by the output. Positions below `computed` have their KV in pages (or in the
     step in flight); `served` is the highest position computed before the last preemption or as prompt, so recomputed
-    tokens are known as such. `decoding` is set while the newest token alone is left to compute; `slot` is its row in
-    the running set, -1 while it waits. `predicted_length` counts prompt and output. `epoch` rises with each
-    preemption: a result of an older epoch is ignored. `wishes` is None for a request that asks for no more than
-    temperature, top_k and top_p.
+    tokens are known as such. `decoding` is set once a step has all known tokens: from then on it needs the newest one
+    alone, which may be in flight (`pending` 0). `slot` is its row in the running set, -1 while it waits.
+    `predicted_length` counts prompt and output. `epoch` rises with each preemption: a result of an older epoch is
+    ignored. `wishes` is None for a request that asks for no more than temperature, top_k and top_p.
     """
 
     id: int

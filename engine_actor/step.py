@@ -95,7 +95,10 @@ class StepRecord:
     Row i computes positions start[i] .. start[i] + length[i] - 1 of its request. Its tokens are
     token_ids[token_indptr[i]:token_indptr[i + 1]]; its pages, covering positions 0 .. start + length - 1, are
     page_indices[page_indptr[i]:page_indptr[i + 1]]. Rows with is_last_chunk end at the newest known token: their last
-    token needs logits. So do all tokens of the rows in `prompt_logprobs`. Decode rows are rows of length 1.
+    token needs logits. So do all tokens of the rows in `prompt_logprobs`. The first `num_decodes` rows compute one
+    token each that was sampled, the others chunks of known tokens.
+
+    A negative token id -1 - i is the token that the step before, still in flight, samples for its i-th row of S.
     """
 
     epoch: int
@@ -111,6 +114,13 @@ class StepRecord:
     page_indptr: Int32  # [R + 1]
     sampling: SamplingColumns
     prompt_logprobs: PromptLogprobColumns | None = None
+    num_decodes: int = 0
+
+    @property
+    def chunk_lengths(self) -> list[int]:
+        """Tokens of each chunk of a prompt, or of an answer that is computed again."""
+        lengths: list[int] = self.length[self.num_decodes :].tolist()
+        return lengths
 
     @property
     def num_rows(self) -> int:

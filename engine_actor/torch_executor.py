@@ -19,6 +19,7 @@ from engine_actor.loading.config import ModelConfig
 from engine_actor.models.decoder import Decoder
 from engine_actor.models.layers import packed_bfloat16_available
 from engine_actor.step import StepRecord
+from engine_actor.transfer import fill_in, upload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -99,12 +100,15 @@ class TorchExecutor(Executor):
         )
 
     @torch.inference_mode()
-    def execute(self, record: StepRecord) -> torch.Tensor:
+    def execute(self, record: StepRecord, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """`sampled` [S] are the tokens of the step before, on the device, for a record that does not know them."""
         self._adopt_thread()
-        if self._graphs is not None and (logits := self._graphs.execute(record)) is not None:
+        if self._graphs is not None and (logits := self._graphs.execute(record, sampled)) is not None:
             return logits
+        token_ids = self._tensor(record.token_ids)
+        fill_in(token_ids, record, sampled)
         return self._forward(
-            self._tensor(record.token_ids),
+            token_ids,
             self._tensor(token_positions(record)),
             self._tensor(record.logit_tokens),
             self._attention.prepare(record),
@@ -122,7 +126,7 @@ class TorchExecutor(Executor):
         )
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return upload(values.astype(np.int64), self._device)
 
     def _adopt_thread(self) -> None:
         # The OpenMP thread count belongs to the calling thread, and the engine may build and run in different

@@ -53,6 +53,7 @@ def engine_options(model: ModelSettings, device: Literal["cpu", "cuda"]) -> Engi
         kv_watermark=limits.kv_watermark,
         request_level_batching=limits.request_level_batching,
         prefill_first=limits.prefill_first,
+        async_scheduling=limits.async_scheduling,
     )
 
 

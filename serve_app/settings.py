@@ -67,6 +67,7 @@ class SchedulerLimits:
     prefill_chunk_size: int
     kv_cache_utilization_limit: float
     kv_watermark: float
+    async_scheduling: bool
     waiting_timeout_ms: int
     policy: QueuePolicy
     locality_window: float
@@ -87,6 +88,7 @@ class SchedulerSettings(_Settings):
     prefill_chunk_size: _Count | None = None
     kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
     kv_watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    async_scheduling: bool = False
     waiting_timeout_ms: _Count | None = None
     policy: QueuePolicy = "vtc"
     locality_window: Annotated[float, Field(ge=0)] = 0.0
@@ -103,6 +105,7 @@ class SchedulerSettings(_Settings):
             prefill_chunk_size=min(self.prefill_chunk_size or tokens, tokens),
             kv_cache_utilization_limit=self.kv_cache_utilization_limit,
             kv_watermark=self.kv_watermark,
+            async_scheduling=self.async_scheduling,
             waiting_timeout_ms=self.waiting_timeout_ms or (60_000 if device == "cpu" else 30_000),
             policy=self.policy,
             locality_window=self.locality_window,

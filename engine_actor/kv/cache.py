@@ -28,8 +28,11 @@ class KVCache:
 
     Without `prefix_caching` a prefix is kept only for the request that was preempted and will compute the rest.
 
-    Invariant: free + evictable + locked + private = total, where private pages are those of requests beyond their
-    shared prefix. With no live request locked and private are zero.
+    What is given up while `in_flight` is set may be named by a step that has not ended: it is neither freed nor
+    unlocked before the next `settle`.
+
+    Invariant: free + evictable + locked + private + given up = total, where private pages are those of requests beyond
+    their shared prefix. With no live request and no step in flight the last three are zero.
     """
 
     def __init__(self, num_pages: int, *, prefix_caching: bool = True) -> None:
@@ -37,6 +40,8 @@ class KVCache:
         self._tree = RadixCache(self._pool, PAGE_SIZE)
         self.prefix_caching = prefix_caching
         self.total = self._pool.total
+        self.in_flight = False
+        self._given_up: list[tuple[list[int], Node | None]] = []
 
     @property
     def free(self) -> int:
@@ -93,7 +98,7 @@ class KVCache:
             return 0
         match = self._tree.match(node, self._tree.key(token_ids, begin, end))
         self._tree.lock(match.node, above=node)
-        self._pool.release(table.pages[begin:])
+        self._give_up(table.pages[begin:])
         table.pages[begin:] = match.pages
         table.node, table.shared = match.node, begin + len(match.pages)
         return len(match.pages)
@@ -131,21 +136,41 @@ class KVCache:
         if count <= begin:
             return False
         assert table.node is not None
-        pages = table.pages[begin:count]
+        own = table.pages[begin:count]
+        pages = own.copy()
         node = self._tree.insert(table.node, self._tree.key(token_ids, begin, count), pages)
         if node is not table.node:
             self._tree.lock(node, above=table.node)
-        changed = pages != table.pages[begin:count]
         table.pages[begin:count] = pages
         table.node, table.shared = node, count
-        return changed
+        duplicates = [page for page, kept in zip(own, pages, strict=True) if page != kept]
+        self._give_up(duplicates)
+        return bool(duplicates)
 
-    def close(self, table: SequencePages) -> None:
-        """Give up the table: private pages are freed, shared ones stay cached. Safe to call twice."""
-        self._pool.release(table.pages[table.shared :])
-        if table.node is not None:
-            self._tree.unlock(table.node)
+    def close(self, table: SequencePages, *, used: bool = True) -> None:
+        """Give up the table: private pages are freed, shared ones stay cached. Safe to call twice.
+
+        `used` False: no step was ever told of the table.
+        """
+        self._give_up(table.pages[table.shared :], table.node, at_once=not used)
         table.pages, table.node, table.shared = [], None, 0
+
+    def settle(self, *, in_flight: bool) -> None:
+        """A step has ended, so that nobody needs what was given up before; `in_flight`: a later one has not."""
+        self.in_flight = False
+        given_up, self._given_up = self._given_up, []
+        for pages, node in given_up:
+            self._give_up(pages, node)
+        self.in_flight = in_flight
+
+    def _give_up(self, pages: list[int], node: Node | None = None, *, at_once: bool = False) -> None:
+        """Free pages and unlock a node, once no step in flight may use them."""
+        if self.in_flight and not at_once:
+            self._given_up.append((pages, node))
+            return
+        self._pool.release(pages)
+        if node is not None:
+            self._tree.unlock(node)
 
     def forget(self, namespace: str) -> None:
         """Give up the cached pages of a namespace that no live request uses."""
@@ -162,9 +187,10 @@ class KVCache:
     def check(self, private: int = 0) -> None:
         """Compare the accounts with each other; `private` pages are outside. Raises AssertionError."""
         self._tree.check()
-        assert self.free + self.evictable + self.locked + private == self.total, (
+        given_up = sum(len(pages) for pages, _ in self._given_up)
+        assert self.free + self.evictable + self.locked + private + given_up == self.total, (
             f"KV pages lost: free {self.free} + evictable {self.evictable} + locked {self.locked} + "
-            f"private {private} of {self.total}"
+            f"private {private} + given up {given_up} of {self.total}"
         )
 
     def check_idle(self) -> None:

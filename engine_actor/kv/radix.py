@@ -87,8 +87,8 @@ class RadixCache:
     def insert(self, node: Node, key: bytes, pages: list[int]) -> Node:
         """Hand `pages`, which hold the tokens of `key`, over to the tree below `node`; returns their last node.
 
-        `pages` is rewritten in place: where the tree already holds a page for the same prefix, the duplicate is
-        freed and the tree's page takes its place. A leaf that only the caller has locked grows in place; it is then
+        `pages` is rewritten in place: where the tree already holds a page for the same prefix, that takes the place of
+        the duplicate, which stays the caller's. A leaf that only the caller has locked grows in place; it is then
         returned itself and its lock covers the new pages.
         """
         self.inserted_pages += len(pages)
@@ -99,10 +99,7 @@ class RadixCache:
         current = last
         while current is not node:
             begin = end - len(current.pages)
-            for index, page in enumerate(current.pages, begin):
-                if pages[index] != page:
-                    self._pool.release((pages[index],))
-                    pages[index] = page
+            pages[begin:end] = current.pages
             assert current.parent is not None
             current, end = current.parent, begin
         if held == len(pages):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -92,6 +96,107 @@ def make(num_pages: int = 200, **changes: object) -> tuple[Scheduler, PageReadin
     return Scheduler(config, num_pages), PageReadingRunner(num_pages)
 
 
+class DelayedRunner(Runner):
+    """Begins steps as a device does: each runs at some moment between its start and the call for its result.
+
+    `late` decides, at a start, whether the step waits for that call. Tokens that a record does not know come from the
+    step before.
+    """
+
+    def __init__(self, runner: Runner, late: Callable[[], bool] = lambda: True) -> None:
+        self.info, self.num_pages = runner.info, runner.num_pages
+        self._runner, self._late = runner, late
+        self._waiting: deque[StepRecord] = deque()
+        self._results: dict[int, StepResult] = {}
+        self._sampled = np.zeros(0, np.int32)
+
+    def run(self, record: StepRecord) -> StepResult:
+        return self._runner.run(record)
+
+    def start(self, record: StepRecord) -> Callable[[], StepResult]:
+        self._waiting.append(record)
+        if not self._late():
+            self._run_until(record.step)
+
+        def result() -> StepResult:
+            self._run_until(record.step)
+            return self._results.pop(record.step)
+
+        return result
+
+    def _run_until(self, step: int) -> None:
+        while step not in self._results:
+            record = self._waiting.popleft()
+            unknown = record.token_ids < 0
+            token_ids = record.token_ids.copy()
+            token_ids[unknown] = self._sampled[-1 - token_ids[unknown]]
+            result = self.run(replace(record, token_ids=token_ids))
+            self._results[record.step], self._sampled = result, result.token_ids.copy()
+
+
+class Pipeline:
+    """Drives a scheduler as the step loop does, with up to `depth` steps in flight; 2 needs an asynchronous runner.
+
+    No page may be free, or be written for another request, while a step in flight names it.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int = 1) -> None:
+        self._scheduler, self._runner, self._depth = scheduler, runner, depth
+        self._flights: deque[tuple[StepRecord, Callable[[], StepResult]]] = deque()
+        self.overlapped = 0
+
+    def turn(self, budget: int | None = None) -> tuple[StepRecord | None, StepResult | None, list[StreamRow]]:
+        """Schedule a step, then commit the oldest: its record and result, and all rows that came."""
+        record = self._scheduler.schedule(0.0, budget)
+        rows = self._scheduler.take_finished()
+        if record is not None:
+            self._check_written(record)
+            self._flights.append((record, self._runner.start(record)))
+            self.overlapped += len(self._flights) > 1
+            if len(self._flights) < self._depth:
+                return None, None, rows
+        self._check_free()
+        if not self._flights:
+            return None, None, rows
+        record, result, new = self.commit()
+        return record, result, rows + new
+
+    def commit(self) -> tuple[StepRecord, StepResult, list[StreamRow]]:
+        """Commit the oldest step in flight."""
+        record, wait = self._flights.popleft()
+        result = wait()
+        rows = self._scheduler.commit(record, result, 0.0)
+        self._check_free()
+        return record, result, rows
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def _check_free(self) -> None:
+        free = set(self._scheduler.cache._pool._free)
+        for record, _ in self._flights:
+            assert not free.intersection(record.page_indices.tolist())
+
+    def _check_written(self, new: StepRecord) -> None:
+        for record, _ in self._flights:
+            users: dict[int, set[int]] = {}
+            for request, pages in zip(record.request.tolist(), tables(record), strict=True):
+                for page in pages:
+                    users.setdefault(page, set()).add(request)
+            starts = new.start.tolist()
+            for request, pages, start in zip(new.request.tolist(), tables(new), starts, strict=True):
+                for page in pages[start // PAGE_SIZE :]:
+                    assert users.get(page, {request}) == {request}, f"page {page} is written while in use"
+
+
+def tables(record: StepRecord) -> list[list[int]]:
+    """The page table of each row."""
+    bounds = record.page_indptr.tolist()
+    pages = record.page_indices.tolist()
+    return [pages[begin:end] for begin, end in pairwise(bounds)]
+
+
 def step(scheduler: Scheduler, runner: Runner) -> tuple[StepRecord | None, list[StreamRow]]:
     record = scheduler.schedule(0.0)
     rows = scheduler.take_finished()
@@ -100,14 +205,17 @@ def step(scheduler: Scheduler, runner: Runner) -> tuple[StepRecord | None, list[
     return record, rows
 
 
-def drain(scheduler: Scheduler, runner: Runner, limit: int = 2000) -> dict[str, list[int]]:
+def drain(
+    scheduler: Scheduler, runner: Runner, limit: int = 2000, pipeline: Pipeline | None = None
+) -> dict[str, list[int]]:
     """Step until nothing is left; the tokens of every request."""
+    pipeline = pipeline or Pipeline(scheduler, runner)
     answers: dict[str, list[int]] = {}
     for _ in range(limit):
         if not scheduler.has_work:
             scheduler.cache.check_idle()
             return answers
-        for row in step(scheduler, runner)[1]:
+        for row in pipeline.turn()[2]:
             answers.setdefault(row.request, []).extend(row.token_ids)
     raise AssertionError("no end: requests are stuck")
 

@@ -4,6 +4,9 @@ Each round draws limits (pool, slots, chunk, budget), tenants, prompts with shar
 cancellations, and runs the scheduler over a small random model. After every step NaN and infinities are written into
 every page that is free. Torch in float32 may part from the answer alone where the two best logits are closer than
 1e-4; the native executor may not part at all, sampled tokens included.
+
+The same with two steps in flight: by the runner for asynchronous scheduling, which computes a step when it is begun,
+and with steps that run at any moment until their result is asked for.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scheduler_harness import check_accounts
+from scheduler_harness import DelayedRunner, Pipeline, check_accounts
 
-from engine_actor.executor import PAGE_SIZE, Executor
+from engine_actor.async_runner import AsyncModelRunner
+from engine_actor.executor import PAGE_SIZE, Executor, Runner
 from engine_actor.loading.checkpoint import Checkpoint
 from engine_actor.loading.config import ModelConfig
 from engine_actor.loading.source import ResolvedSource
@@ -39,12 +43,14 @@ SAMPLINGS = (
 )
 
 
-class Subject:
+class Subject(Runner):
     """An executor under test, its KV pool, and the answers it gives to single requests."""
 
     def __init__(self, executor: Executor, pages: list[torch.Tensor], exact: bool) -> None:
         """`pages` are views of the KV pool with the page number in front."""
-        self._executor = executor
+        self.info, self.num_pages, self._executor = executor.info, executor.num_pages, executor
+        self.runner: Runner = self
+        self.depth = 1
         self._pages = pages
         self._exact = exact
         self._gaps: list[float] = []
@@ -119,6 +125,20 @@ def torch_subject() -> Subject:
     return Subject(executor, pages, exact=False)
 
 
+def torch_subject_async() -> Subject:
+    subject = torch_subject()
+    assert isinstance(subject._executor, TorchExecutor)
+    subject.runner, subject.depth = AsyncModelRunner(subject._executor), 2
+    return subject
+
+
+def native_subject_delayed() -> Subject:
+    """Not a mode of the product: for what its exactness shows."""
+    subject, moments = native_subject(), random.Random(0)
+    subject.runner, subject.depth = DelayedRunner(subject, lambda: moments.random() < 0.7), 2
+    return subject
+
+
 def native_subject() -> Subject:
     try:
         load_library()
@@ -155,6 +175,7 @@ def play_round(subject: Subject, seed: int) -> Scheduler:
         kv_watermark=rng.choice([0.0, 0.1]),
     )
     scheduler = Scheduler(config, num_pages)
+    pipeline = Pipeline(scheduler, subject.runner, subject.depth)
     wanted: dict[str, tuple[list[int], int, int]] = {}
     answers: dict[str, list[int]] = {}
     reasons: dict[str, str | None] = {}
@@ -187,17 +208,17 @@ def play_round(subject: Subject, seed: int) -> Scheduler:
             )
         if wanted and rng.random() < 0.05:
             scheduler.abort(rng.choice(list(wanted)), 1)
+        rows = []
         if scheduler.running and rng.random() < 0.05:  # at moments of our choice, beside the scheduler's own
-            scheduler._preempt(rng.choice(scheduler.running))
+            while pipeline.in_flight:
+                rows += pipeline.commit()[2]
+            if scheduler.running:
+                scheduler._preempt(rng.choice(scheduler.running))
         if rng.random() < 0.05:
             scheduler.cache.clear()
-        record = scheduler.schedule(0.0, rng.choice([None, None, 1, 7]))
-        rows = scheduler.take_finished()
-        if record is not None:
-            result = subject.run(record)
-            assert result.finite.all()
-            rows += scheduler.commit(record, result, 0.0)
-        for row in rows:
+        _, result, new = pipeline.turn(rng.choice([None, None, 1, 7]))
+        assert result is None or result.finite.all()
+        for row in rows + new:
             answers.setdefault(row.request, []).extend(row.token_ids)
             reasons[row.request] = row.finish_reason
         check_accounts(scheduler)
@@ -214,7 +235,9 @@ def play_round(subject: Subject, seed: int) -> Scheduler:
 
 
 @pytest.mark.parametrize(
-    ("subject", "rounds"), [(torch_subject, 60), (native_subject, 250)], indirect=["subject"]
+    ("subject", "rounds"),
+    [(torch_subject, 60), (torch_subject_async, 12), (native_subject, 250), (native_subject_delayed, 50)],
+    indirect=["subject"],
 )
 def test_c08_c10_d06_d07_answers_are_those_of_each_request_alone(subject: Subject, rounds: int) -> None:
     preemptions = cached = recomputed = 0
@@ -230,7 +253,9 @@ def test_c08_c10_d06_d07_answers_are_those_of_each_request_alone(subject: Subjec
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("subject", [torch_subject, native_subject], indirect=True)
+@pytest.mark.parametrize(
+    "subject", [torch_subject, torch_subject_async, native_subject, native_subject_delayed], indirect=True
+)
 def test_c08_c10_d06_d07_ten_thousand_rounds(subject: Subject) -> None:
     for seed in range(10_000, 20_000):
         play_round(subject, seed)

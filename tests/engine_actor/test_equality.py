@@ -1,7 +1,7 @@
 """The same request gives the same tokens however the engine gets to them, on the real model in float32.
 
-Alone, in a full batch, in chunks of every size, with a warm prefix cache, after preemption. Two answers may part only
-where the two best logits are closer than 1e-4: a tie that rounding decides.
+Alone, in a full batch, in chunks of every size, with a warm prefix cache, after preemption, with two steps in flight.
+Two answers may part only where the two best logits are closer than 1e-4: a tie that rounding decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scheduler_harness import Pipeline
 
+from engine_actor.async_runner import AsyncModelRunner
 from engine_actor.executor import Executor, Runner
 from engine_actor.request import EngineRequest, SamplingParams
 from engine_actor.sampling.sampler import sample
@@ -164,3 +166,19 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(executor, prompts) -> 
     other, _, _ = generate(executor, [prompts[1]], sampling=SamplingParams(TOKENS, temperature=0.8, seed=8))
     assert batched[1] == single[0]
     assert other[0] != single[0]
+
+
+def test_two_steps_in_flight_give_the_tokens_of_each_alone(executor, prompts, alone) -> None:
+    """The runner for asynchronous scheduling, with prompts in chunks beside decodes."""
+    scheduler = Scheduler(SchedulerConfig(16, 20, 2048, 7, async_scheduling=True), 128)
+    pipeline = Pipeline(scheduler, AsyncModelRunner(executor), depth=2)
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(TOKENS, temperature=0.0)
+        scheduler.submit(EngineRequest(str(index), 1, str(index), "t", prompt, params), 0.0)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while scheduler.has_work:
+        for row in pipeline.turn()[2]:
+            tokens[int(row.request)] += row.token_ids
+    for answer, reference in zip(tokens, alone, strict=True):
+        assert_equal(answer, reference)
+    assert pipeline.overlapped >= scheduler.step - 2

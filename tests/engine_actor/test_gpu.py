@@ -43,6 +43,36 @@ def test_replayed_decode_equals_eager_decode(smollm, make_record, make_row) -> N
     assert replayed.graphs is not None and replayed.graphs.replays == 8
 
 
+def test_steps_begun_ahead_sample_what_steps_in_turn_do(smollm, make_record, make_row) -> None:
+    """Prompts, then decode steps each begun before the one before has ended; half of the rows are drawn."""
+    from dataclasses import replace
+
+    from engine_actor.async_runner import AsyncModelRunner
+    from engine_actor.torch_executor import TorchExecutor
+
+    tables, prompts, steps = [[3, 5, 9], [7], [1, 2]], [20, 4, 17], 12
+    records = [make_record(*(make_row([50] * n, t) for n, t in zip(prompts, tables, strict=True)))]
+    for step in range(steps):
+        rows = zip(prompts, tables, strict=True)
+        records.append(make_record(*(make_row([-1 - i], t, start=n + step) for i, (n, t) in enumerate(rows))))
+    temperature = np.array([0.0, 0.8, 0.8], np.float32)
+    top_p = np.array([1.0, 0.9, 1.0], np.float32)
+    records = [
+        replace(r, sampling=replace(r.sampling, temperature=temperature, top_p=top_p)) for r in records
+    ]
+    answers = []
+    for ahead in (1, 0):
+        executor = TorchExecutor(smollm, num_pages=64, device="cuda", attention="flashinfer", graph_rows=8)
+        runner = AsyncModelRunner(executor)
+        waits, results = [], []
+        for record in records:
+            waits.append(runner.start(record))
+            if len(waits) > ahead:
+                results.append(waits.pop(0)())
+        answers.append([r.token_ids.tolist() for r in results + [wait() for wait in waits]])
+    assert answers[0] == answers[1] and len(answers[0]) == steps + 1
+
+
 def test_the_sampler_draws_on_the_device_what_it_draws_on_the_cpu() -> None:
     from engine_actor.sampling.logprobs import token_logprobs
     from engine_actor.sampling.sampler import sample

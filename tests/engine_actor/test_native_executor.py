@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,8 @@ def test_the_engine_takes_native_where_it_can() -> None:
         build_engine(options("torch", "auto", "int8"))
     with pytest.raises(ValueError, match="native computes bfloat16 on a CPU"):
         build_engine(options("native", "float32"))
+    with pytest.raises(ValueError, match="async_scheduling gains nothing with the native executor"):
+        build_engine(replace(options("auto"), async_scheduling=True))
 
 
 def test_without_a_compiler_the_engine_starts_with_torch_and_says_why(

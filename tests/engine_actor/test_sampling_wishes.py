@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scheduler_harness import DelayedRunner, Pipeline
 
 from engine_actor.attention.base import token_slots
 from engine_actor.executor import PAGE_SIZE, Executor, ExecutorInfo
@@ -62,19 +63,15 @@ def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
 
 
 def run(
-    requests: list[EngineRequest], *, pages: int = 64, chunk: int = 64
+    requests: list[EngineRequest], *, pages: int = 64, chunk: int = 64, depth: int = 1
 ) -> tuple[dict[str, list[StreamRow]], Scheduler]:
     scheduler = Scheduler(SchedulerConfig(16, chunk, 512, chunk), pages)
-    runner = ModelRunner(PrefixModel(pages))
+    pipeline = Pipeline(scheduler, DelayedRunner(ModelRunner(PrefixModel(pages))), depth)
     rows: dict[str, list[StreamRow]] = {}
     for item in requests:
         scheduler.submit(item, 0.0)
     while scheduler.has_work:
-        record = scheduler.schedule(0.0)
-        finished = scheduler.take_finished()
-        if record is not None:
-            finished += scheduler.commit(record, runner.run(record), 0.0)
-        for row in finished:
+        for row in pipeline.turn()[2]:
             rows.setdefault(row.request, []).append(row)
     scheduler.cache.check_idle()
     return rows, scheduler
@@ -174,13 +171,18 @@ def assert_entry(entry: TokenLogprob, before: list[int], token: int, top: int) -
     assert [value for _, value in entry.top] == pytest.approx(likeliest.values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("pages", "chunk"), [(64, 64), (10, 64), (64, 7), (10, 5)])
-def test_c10_no_wish_touches_another_row_in_any_batch_after_any_preemption(pages: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("pages", "chunk", "depth"),
+    [(64, 64, 1), (10, 64, 1), (64, 7, 1), (10, 5, 1), (64, 64, 2), (10, 5, 2)],
+)
+def test_c10_no_wish_touches_another_row_in_any_batch_after_any_preemption(
+    pages: int, chunk: int, depth: int
+) -> None:
     preemptions = 0
     for seed in range(6):
         random = np.random.default_rng(seed)
         requests = [random_request(f"{index}", random) for index in range(10)]
-        rows, scheduler = run(requests, pages=pages, chunk=chunk)
+        rows, scheduler = run(requests, pages=pages, chunk=chunk, depth=depth)
         preemptions += scheduler.preemptions
         for item in requests:
             assert tokens_of(rows[item.request]) == expected_tokens(item), item.sampling

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_harness import PROMPTS, check_accounts, drain, expected, make, request, step
+from scheduler_harness import PROMPTS, Pipeline, check_accounts, drain, expected, make, request, step
 
 from engine_actor.executor import PAGE_SIZE
 
@@ -235,6 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler, self.runner = make(
             num_pages=14, max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=13
         )
+        self.pipeline = Pipeline(self.scheduler, self.runner)
         self.prompts: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
@@ -263,9 +264,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def run_steps(self, count: int) -> None:
         for _ in range(count):
-            before = self.scheduler.has_work
-            record, rows = step(self.scheduler, self.runner)
-            assert record is not None or rows or not before, "work waits and nothing moves"
+            before, began = self.scheduler.has_work, self.scheduler.step
+            record, _, rows = self.pipeline.turn()
+            moved = record is not None or rows or self.scheduler.step > began
+            assert moved or not before, "work waits and nothing moves"
             for row in rows:
                 self.answers.setdefault(row.request, []).extend(row.token_ids)
 
@@ -274,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_accounts(self.scheduler)
 
     def teardown(self) -> None:
-        for name, tokens in drain(self.scheduler, self.runner).items():
+        for name, tokens in drain(self.scheduler, self.runner, pipeline=self.pipeline).items():
             self.answers.setdefault(name, []).extend(tokens)
         for name, prompt in self.prompts.items():
             answer = self.answers.get(name, [])

@@ -213,7 +213,7 @@ def test_equal_prompts_that_arrive_together_compute_their_prefix_once(chunk: int
         record, rows = step(scheduler, runner)
         check_accounts(scheduler)
         assert record is not None
-        computed += sum(scheduler.prefill_chunks)
+        computed += sum(record.chunk_lengths)
         for row in rows:
             answers.setdefault(row.request, []).extend(row.token_ids)
     assert answers == {f"r{i}": expected([*prefix, i], 4) for i in range(8)}
@@ -258,8 +258,8 @@ def test_a_preempted_request_computes_again_only_what_was_taken(caching: bool) -
     again = 0
     answers: dict[str, list[int]] = {}
     while scheduler.has_work:
-        _, rows = step(scheduler, runner)
-        again += sum(scheduler.prefill_chunks)
+        record, rows = step(scheduler, runner)
+        again += sum(record.chunk_lengths) if record else 0
         for row in rows:
             answers.setdefault(row.request, []).extend(row.token_ids)
     assert scheduler.preemptions == 1

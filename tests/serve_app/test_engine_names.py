@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.engine import engine_recipes
+from serve_app.engine import engine_options, engine_recipes
 from serve_app.settings import ModelSettings
 
 BASE: dict[str, Any] = {"id": "m", "source": "a.gguf"}
@@ -19,6 +19,7 @@ BASE: dict[str, Any] = {"id": "m", "source": "a.gguf"}
         {"source": "org/model", "revision": "abc"},
         {"dtype": "float32"},
         {"scheduler": {"max_model_len": 64}},
+        {"scheduler": {"async_scheduling": True}},
         {"kv_cache": {"pages": 64}},
     ],
 )
@@ -28,3 +29,9 @@ def test_D04_other_weights_under_the_same_name_are_another_engine(change: dict[s
     [same] = engine_recipes(ModelSettings(**BASE), "cpu")
     [after] = engine_recipes(ModelSettings(**{**BASE, **change}), "cpu")
     assert before.name == same.name != after.name
+
+
+def test_async_scheduling_is_off_unless_it_is_asked_for() -> None:
+    assert not engine_options(ModelSettings(**BASE), "cuda").async_scheduling
+    wanted = ModelSettings(**BASE, scheduler={"async_scheduling": True})  # type: ignore[arg-type]
+    assert engine_options(wanted, "cuda").async_scheduling
