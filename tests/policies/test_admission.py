@@ -294,3 +294,21 @@ def kept(queue: FairQueue, now: float) -> dict[str, bool]:
         in_time = admission._kept(rows, level, work / rate, now)
         feasible.update(zip(table.requests(rows), in_time.tolist(), strict=True))
     return feasible
+
+
+def test_pages_beyond_a_cap_are_not_promised() -> None:
+    """What a tenant may hold while nobody else waits is borrowed."""
+    earliest = {}
+    for kv_share in (1.0, 0.5, 0.1):
+        queue = queue_with(
+            running=2,
+            live_sequences={"a": 2},
+            free_pages=500,
+            tenant_pages={"a": 95},
+            remaining=((50, 48),) * 2,
+        )
+        queue.push(ticket("seen", "b", kv_share=1.0), 0.0)
+        asked = ticket("r", input_tokens=160, remaining_ttft_ms=1.0, kv_share=kv_share)
+        earliest[kv_share] = refused(queue.push(asked, 0.0)).earliest_deadline_ms
+    assert earliest[1.0] == earliest[0.5], "106 of 1000 pages are within its half"
+    assert earliest[0.1] is not None and earliest[0.5] is not None and earliest[0.1] > earliest[0.5]
