@@ -21,7 +21,7 @@ from engine_actor.build import EngineOptions, build_engine, model_length
 from engine_actor.calibration import calibrate
 from engine_actor.executor import ExecutorInfo, GraphCounters
 from engine_actor.loop import EngineLoop, StepOutcome
-from engine_actor.report import engine_report, same_load, with_events_of
+from engine_actor.report import engine_report, same_load, untold_service, with_events_of
 from engine_actor.request import EngineRequest, StepMessage, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
@@ -342,10 +342,12 @@ class EngineActor:
         queue: asyncio.Queue[EngineReport] = asyncio.Queue()
         self._report_queue = queue
         sent, sent_at = None, 0.0
+        told: dict[str, float] = {}
         held: EngineReport | None = None
         if self._last_report is not None:
             all_pages = tuple(self._cached_pages)
-            yield replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
+            first = replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
+            yield untold_service(first, told)
         while self._report_queue is queue:
             report = await queue.get()
             if held is not None:
@@ -357,7 +359,7 @@ class EngineActor:
                 held = report
                 continue
             sent, sent_at = report, now
-            yield report
+            yield untold_service(report, told)
 
     async def stats(self) -> EngineStatsSnapshot:
         """Counters for metrics."""

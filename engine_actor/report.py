@@ -60,6 +60,14 @@ def engine_report(
     )
 
 
+def untold_service(report: EngineReport, told: dict[str, float]) -> EngineReport:
+    """The report without the service of tenants that has not changed since it was `told`, which is brought up to date:
+    an engine serves few of all the tenants that it has ever seen at a time."""
+    changed = {name: total for name, total in report.served.items() if told.get(name) != total}
+    told.update(changed)
+    return replace(report, served=changed)
+
+
 def with_events_of(older: EngineReport, newer: EngineReport) -> EngineReport:
     """The newer of two reports of one engine, with what happened since before the older one."""
     added, removed = set(newer.page_hashes_added), set(newer.page_hashes_removed)

@@ -85,7 +85,8 @@ class Refusal:
 class EngineReport:
     """State of one engine after a step (engine -> fair queue).
 
-    `served` and every counter are cumulative since the engine epoch began, so a lost report does no harm.
+    `served` and every counter are cumulative since the engine epoch began, so a lost report does no harm. Tenants whose
+    service has not changed since the report before may be left out; the first report of a connection has all.
     `outstanding` is, per tenant, the priced work of the live requests that is not served yet: what is left of their
     input plus what is left of their predicted output. `accepted` names the requests taken since the report before;
     one that is lost costs a grant its time to live and no more. `free_pages` are those that the live requests neither

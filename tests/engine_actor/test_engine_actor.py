@@ -148,6 +148,22 @@ async def test_reports_carry_cumulative_service_and_acceptances(engine: EngineAc
     assert seen[-1].outstanding.get("a", 0.0) == 0.0
 
 
+async def test_a_connection_is_told_all_service_first_and_then_what_changes(engine: EngineActor) -> None:
+    for tenant in ("a", "b"):
+        await engine.submit("g", [request(tenant, tenant=tenant, namespace=tenant)])
+    await rows_of(engine, "g", until=2)
+    reports, total = engine.reports(1), 20 + 2 * 5
+    first = (await anext(reports)).served
+    while first != {"a": total, "b": total}:  # the last step may still be on its way
+        first |= (await asyncio.wait_for(anext(reports), 5.0)).served
+    await engine.submit("g", [request("again", tenant="b", namespace="other")])
+    told: dict[str, float] = {}
+    while told.get("b") != 2 * total:
+        told |= (await asyncio.wait_for(anext(reports), 5.0)).served
+    assert told == {"b": 2 * total}
+    assert (await anext(engine.reports(2))).served == {"a": total, "b": 2 * total}
+
+
 async def test_steps_that_only_add_tokens_are_told_together(
     engine: EngineActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
