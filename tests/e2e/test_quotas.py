@@ -32,7 +32,10 @@ def server(start_server: Any) -> Any:
         user_config = config["applications"][0]["deployments"][0]["user_config"]
         model = config["applications"][0]["args"]["models"][0]["id"]
         user_config["admin"] = {"keys": {"ops": ADMIN_KEY}}
-        config["applications"][0]["args"]["gateway"]["max_failed_logins_per_minute"] = FAILED_LOGINS
+        config["applications"][0]["args"]["gateway"] |= {
+            "max_failed_logins_per_minute": FAILED_LOGINS,
+            "trusted_proxies": ["127.0.0.9"],
+        }
         user_config["prices"] = {model: {"input": 1.0, "output": 2.0}}
         user_config["tenants"] += [
             {
@@ -208,7 +211,7 @@ def test_e13_failed_logins_are_bounded_per_source(server: Any) -> None:
     with contextlib.ExitStack() as stack:
         clients = {
             source: stack.enter_context(httpx.Client(transport=httpx.HTTPTransport(local_address=source)))
-            for source in ("127.0.0.2", "127.0.0.3")
+            for source in ("127.0.0.2", "127.0.0.3", "127.0.0.9")
         }
         alpha, beta = server.key("alpha"), server.key("beta")
         assert ask("127.0.0.2", alpha).status_code == 200
@@ -225,6 +228,8 @@ def test_e13_failed_logins_are_bounded_per_source(server: Any) -> None:
         assert httpx.get(f"{server.base_url}/v1/models").status_code == 401, "no key is no guess"
         assert ask("127.0.0.3", "eh_guess_x").status_code == 401
         assert ask("127.0.0.3", beta, forwarded="127.0.0.2").status_code == 200
+        assert ask("127.0.0.9", beta, forwarded="192.0.2.1, 127.0.0.2").status_code == 429, "through a proxy"
+        assert ask("127.0.0.9", beta, forwarded="127.0.0.2, 192.0.2.1").status_code == 200
 
 
 def test_e13_bad_bodies_cost_no_limit_and_hold_up_nobody(server: Any) -> None:
