@@ -249,8 +249,6 @@ def test_a_gateway_of_three_is_killed_with_fifty_requests_in_flight(server: Any)
                     told["requests"] += 1
                     told["input"] += answer.usage.prompt_tokens
                     told["output"] += answer.usage.completion_tokens
-                elif told["requests"]:
-                    print(repr(answer))
 
     asyncio.run(scenario())
     assert told["requests"] == 50 - broken, "the others went on"
