@@ -56,12 +56,17 @@ inline f32 round(f32 a) {
     constexpr int MODE = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(a.low, MODE), _mm256_round_ps(a.high, MODE)};
 }
-// a * 2^whole, whole in [-126, 127].
+// a * 2^whole, whole taken as -126 below it and as 127 above it.
 inline __m256 scale_half(__m256 a, __m256 whole) {
+    whole = _mm256_min_ps(_mm256_max_ps(whole, _mm256_set1_ps(-126.0f)), _mm256_set1_ps(127.0f));
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 inline f32 scale_exponent(f32 a, f32 whole) { return {scale_half(a.low, whole.low), scale_half(a.high, whole.high)}; }
+inline bool any_higher(f32 a, f32 b) {
+    const __m256 low = _mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ), high = _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ);
+    return _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0;
+}
 inline float highest(f32 a) {
     const __m256 both = _mm256_max_ps(a.low, a.high);
     __m128 most = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
@@ -179,3 +184,5 @@ inline i32 dot_bytes(i32 sum, quads weight, quads x) {
 }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// To the second level cache: a core waits for more lines there than in the first.
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

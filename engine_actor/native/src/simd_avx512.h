@@ -33,6 +33,7 @@ inline f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
 inline f32 absolute(f32 a) { return _mm512_abs_ps(a); }
 inline f32 round(f32 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline f32 scale_exponent(f32 a, f32 whole) { return _mm512_scalef_ps(a, whole); }
+inline bool any_higher(f32 a, f32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 inline float highest(f32 a) { return _mm512_reduce_max_ps(a); }
 inline float total(f32 a) { return _mm512_reduce_add_ps(a); }
 // The first `count` lanes of a, `other` in the rest.
@@ -84,3 +85,5 @@ inline i32 dot_nibbles(i32 sum, quads weight, quads x) {
 inline i32 dot_bytes(i32 sum, quads weight, quads x) { return dot_nibbles(sum, weight, x); }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// To the second level cache: a core waits for more lines there than in the first.
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
