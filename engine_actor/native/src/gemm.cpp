@@ -27,7 +27,8 @@ void panels(const Product& p, int begin, int end, int rows) {
         for (int panel = begin; panel < end; panel++) {
             // One tile fetches what it will need itself; several fetch the next panel, each a part of it.
             const char* here = weights + panel * bytes;
-            Ahead ahead = tiles == 1 ? Ahead{here + NEAR_BYTES, 128} : Ahead{here + bytes, (128 / tiles + 15) / 16 * 16};
+            Ahead ahead{here + bytes, (128 / tiles + 15) / 16 * 16, true};
+            if (tiles == 1) ahead = {here + NEAR_BYTES, 128, last - block >= FAR_ROWS};
             for (int row = block; row < last;) {
                 const int count = tile_rows(last - row, Kernel::TILE_ROWS);
                 call_tile<Kernel>(p, row, count, panel, ahead);

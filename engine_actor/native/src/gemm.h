@@ -6,10 +6,12 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Where the weights lie that a tile fetches on its way: `step` bytes on for each 128 bytes that it multiplies.
+// Where the weights lie that a tile fetches on its way: `step` bytes on for each 128 bytes that it multiplies. `far`:
+// to the second level cache only.
 struct Ahead {
     const char* at;
     int32_t step;
+    bool far;
 };
 
 struct Product {
@@ -50,25 +52,29 @@ inline __attribute__((always_inline)) void write(const Product& p, int64_t row, 
     store_first(out + LANES, high, left - LANES);
 }
 
+// From so many rows on a tile multiplies longer than it waits for its weights, which then may lie farther.
+constexpr int FAR_ROWS = 6;
+
 // Calls the kernel's tile for `rows` rows, 1 to TILE_ROWS.
 template <typename Kernel, int R = Kernel::TILE_ROWS>
 void call_tile(const Product& p, int row, int rows, int panel, Ahead ahead) {
     if constexpr (R > 0) {
-        if (rows == R) return Kernel::template tile<R>(p, row, panel, ahead);
-        call_tile<Kernel, R - 1>(p, row, rows, panel, ahead);
+        if (rows != R) return call_tile<Kernel, R - 1>(p, row, rows, panel, ahead);
+        if (ahead.far) return Kernel::template tile<R, true>(p, row, panel, ahead);
+        if constexpr (R < FAR_ROWS) return Kernel::template tile<R, false>(p, row, panel, ahead);
     }
 }
 
-inline void fetch(Ahead& ahead) {
-    prefetch(ahead.at);
-    prefetch(ahead.at + 64);
+template <bool far>
+void fetch(Ahead& ahead) {
+    for (int i = 0; i < 128; i += 64) far ? prefetch_far(ahead.at + i) : prefetch(ahead.at + i);
     ahead.at += ahead.step;
 }
 
 struct Bf16Kernel {
     static constexpr int TILE_ROWS = BF16_TILE_ROWS;
 
-    template <int R>
+    template <int R, bool far>
     static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k;
         const bf16* x = p.x.values + row * k;
@@ -77,7 +83,7 @@ struct Bf16Kernel {
         UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
         for (int i = 0; i < k; i += 2, w += 2 * COLUMNS) {
             const pairs low = load_pairs(w), high = load_pairs(w + COLUMNS);
-            fetch(ahead);
+            fetch<far>(ahead);
             UNROLL for (int r = 0; r < R; r++) {
                 const pairs pair = set_pair(word_at(x + r * k + i));
                 sum[r][0] = dot(sum[r][0], low, pair);
@@ -91,7 +97,7 @@ struct Bf16Kernel {
 struct Int8Kernel {
     static constexpr int TILE_ROWS = INT8_TILE_ROWS;
 
-    template <int R>
+    template <int R, bool far>
     static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k, groups = k / INT8_GROUP;
         const int8_t* x = p.x.bytes + row * k;
@@ -105,7 +111,7 @@ struct Int8Kernel {
             UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(x_sums[r * groups + g]);
             for (int i = 0; i < INT8_GROUP; i += 4, w += 4 * COLUMNS) {
                 const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
-                fetch(ahead);
+                fetch<far>(ahead);
                 UNROLL for (int r = 0; r < R; r++) {
                     const quads quad = set_quad(word_at(x + r * k + i));
                     part[r][0] = dot_bytes(part[r][0], low, quad);
@@ -128,7 +134,7 @@ struct Int8Kernel {
 struct Int4Kernel {
     static constexpr int TILE_ROWS = INT4_TILE_ROWS;
 
-    template <int R>
+    template <int R, bool far>
     static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
         const int64_t k = p.k, groups = k / INT4_GROUP;
         const int8_t* x = p.x.bytes + row * k;
@@ -143,7 +149,7 @@ struct Int4Kernel {
             UNROLL for (int r = 0; r < R; r++) part[r][0] = part[r][1] = set_int(0);
             UNROLL for (int i = 0; i < INT4_GROUP; i += 8, w += 4 * COLUMNS) {
                 const quads low = load_quads(w), high = load_quads(w + 4 * LANES);
-                fetch(ahead);
+                fetch<far>(ahead);
                 UNROLL for (int r = 0; r < R; r++) {
                     const quads first = set_quad(word_at(x + r * k + i)), second = set_quad(word_at(x + r * k + i + 4));
                     part[r][0] = dot_nibbles(part[r][0], low_nibbles(low), first);
