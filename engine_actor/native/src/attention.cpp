@@ -35,6 +35,12 @@ struct Block {
         for (int i = 0; i < BLOCK_PAGES; i++)
             at[i] = pool + source.pages[std::min(first / PAGE_SIZE + i, last)] * page_stride + source.head_offset;
     }
+
+    // Fetches the pages from number `from` on.
+    void fetch(int from, int dim) const {
+        for (int i = from; i < BLOCK_PAGES; i++)
+            for (int d = 0; d < dim; d += 2) prefetch_far(at[i] + d * PAGE_SIZE);
+    }
 };
 
 struct Tile {
@@ -158,13 +164,16 @@ void attend(const Tile& t) {
         const int next_first = more ? first + BLOCK_KEYS : t.next.first_key;
         const Block keys(t.pools.keys, t.page_stride, t.source, first);
         const Block next_keys(t.pools.keys, t.page_stride, next, next_first);
+        const int count = std::min(BLOCK_KEYS, last - first);
+        // Each page that is read fetches the one of its number in the next block; a last block has fewer.
+        next_keys.fetch((count + PAGE_SIZE - 1) / PAGE_SIZE, t.dim);
         if (first + BLOCK_KEYS <= t.keys[0] && first >= t.first_keys[R - 1])
             block_scores<R, BLOCK_PAGES, false>(t, first, keys, next_keys, state);
         else
             masked_scores<R>(t, first, keys, next_keys, state);
         const Block values(t.pools.values, t.page_stride, t.source, first);
         const Block next_values(t.pools.values, t.page_stride, next, next_first);
-        const int count = std::min(BLOCK_KEYS, last - first);
+        next_values.fetch(count / PAGE_SIZE, t.dim);
         int d = 0;
         for (; d + 4 * LANES <= t.dim; d += 4 * LANES) block_values<R, 4>(t, count, d, values, next_values, state);
         for (; d < t.dim; d += LANES) block_values<R, 1>(t, count, d, values, next_values, state);

@@ -23,7 +23,7 @@ inline uint32_t word_at(const void* p) {
     return word;
 }
 
-// 2^x, relative error below 3e-6: what comes of it is rounded to bfloat16, whose half step is a thousand times that.
+// 2^x of a finite x, relative error below 3e-6: what comes of it is rounded to bfloat16, whose half step is a thousand times that.
 inline f32 exp2(f32 x) {
     const f32 whole = round(x), t = sub(x, whole);
     // Minimax polynomial of 2^t for |t| <= 1/2, with 1 at 0.
@@ -40,5 +40,6 @@ inline f32 silu(f32 x) { return div(x, add(set(1.0f), exp2(mul(x, set(-LOG2_E)))
 // x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x / (1 + e^(-2 u)).
 inline f32 gelu_tanh(f32 x) {
     const f32 inner = fma(mul(mul(x, x), x), set(0.044715f), x);
-    return div(x, add(set(1.0f), exp2(mul(inner, set(-2.0f * 0.7978845608f * LOG2_E)))));
+    const f32 power = mul(inner, set(-2.0f * 0.7978845608f * LOG2_E));  // infinite for a large x, as its cube is
+    return div(x, add(set(1.0f), exp2(min(max(power, set(-126.0f)), set(126.0f)))));
 }
