@@ -133,6 +133,21 @@ def test_gemm_with_an_activation_of_the_gate_times_up(library, rows: int, form: 
         assert torch.allclose(out.float(), (activated * up).reshape(rows, 48), atol=2e-3, rtol=1 / 128)
 
 
+@pytest.mark.parametrize("epilogue", [SILU_MUL, GELU_MUL])
+@pytest.mark.parametrize(("gate", "activated"), [(1e14, 1e14), (-1e14, 0.0)])
+def test_activations_of_large_values_are_their_limits(
+    library, epilogue: int, gate: float, activated: float
+) -> None:
+    x, arena = torch.zeros(1, 64), Arena()
+    x[0, :2] = torch.tensor([gate, 1.0])
+    gates, ups = torch.zeros(2, 16, 64)
+    gates[:, 0] = ups[:, 1] = 1.0
+    weight, _ = pack_both(interleave(gates, ups), BF16, arena)
+    out = torch.empty(1, 16, dtype=torch.bfloat16)
+    gemm(library, rows_of(library, x.bfloat16(), BF16), weight, epilogue, out)
+    assert torch.allclose(out.float(), torch.full((1, 16), activated), rtol=1 / 128, atol=1e-6)
+
+
 @FORMATS
 def test_a_row_of_a_product_is_the_same_to_the_bit_in_any_batch(library, form: int) -> None:
     x, arena = random(130, 64).bfloat16(), Arena()
@@ -314,6 +329,33 @@ def test_rope_store_and_attention(
             assert torch.allclose(out[done : done + count].float(), expected, atol=0.03, rtol=0.02)
             done += count
         starts = list(ends)
+
+
+@pytest.mark.parametrize("step", [3.0, -3.0, 0.02])
+@pytest.mark.parametrize("window", [0, 90])
+def test_attention_to_scores_that_grow_or_fall(
+    library, make_record, make_row, step: float, window: int
+) -> None:
+    """By 3 from key to key they leave the range of exp2 within a block, by 0.02 they grow less than one in a block."""
+    context, new, heads, dim = 205, 21, 3, 32
+    q = torch.zeros(new, heads, dim)
+    q[..., 0] = dim**0.5
+    k, v = torch.zeros(208, 1, dim), random(208, 1, dim).bfloat16().float()
+    k[:, 0, 0] = (step * torch.arange(208)).bfloat16().float()
+    keys = k.view(13, 16, dim // 2, 2).transpose(1, 2).bfloat16().contiguous()
+    values = v.view(13, 8, 2, dim).transpose(2, 3).bfloat16().contiguous()
+    record = make_record(make_row([0] * new, list(range(13)), start=context - new))
+    arrays, shape, queries = StepArrays(record), Heads(heads, 1, dim), q.bfloat16()
+    tasks, out = (
+        torch.empty(2 * (new + 1), dtype=torch.int32),
+        torch.empty(new, heads, dim, dtype=torch.bfloat16),
+    )
+    library.evenhand_attention(
+        *(ctypes.byref(arrays.struct), ctypes.byref(shape), window, dim**-0.5, queries.data_ptr()),
+        *(keys.data_ptr(), values.data_ptr(), tasks.data_ptr(), out.data_ptr(), 2),
+    )
+    expected = dense_attention(queries.float(), k[:context], v[:context], window)
+    assert torch.allclose(out.float(), expected, atol=0.03, rtol=0.02)
 
 
 def test_no_compiler_and_a_failing_one_are_reasons(

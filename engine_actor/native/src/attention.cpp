@@ -74,7 +74,7 @@ void rescale(State<R>& state, int r, int dim, float now_highest) {
     for (int d = 0; d < dim; d += LANES) store(state.out[r] + d, mul(load(state.out[r] + d), factor));
 }
 
-// Scores of the `P` pages of a block, and from them its probabilities. Where every row sees all of them, none is `masked`.
+// Scores of a block's first P pages, and from them its probabilities; not `masked` where every row sees all of them.
 template <int R, int P, bool masked>
 void block_scores(const Tile& t, int first, const Block& keys, const Block& next, State<R>& state) {
     f32 s[R][P];
@@ -116,7 +116,8 @@ void block_scores(const Tile& t, int first, const Block& keys, const Block& next
 template <int R, int P = BLOCK_PAGES>
 void masked_scores(const Tile& t, int first, const Block& keys, const Block& next, State<R>& state) {
     if constexpr (P > 1)
-        if (first + (P - 1) * PAGE_SIZE >= t.source.last_key) return masked_scores<R, P - 1>(t, first, keys, next, state);
+        if (first + (P - 1) * PAGE_SIZE >= t.source.last_key)
+            return masked_scores<R, P - 1>(t, first, keys, next, state);
     block_scores<R, P, true>(t, first, keys, next, state);
 }
 

@@ -23,7 +23,8 @@ inline uint32_t word_at(const void* p) {
     return word;
 }
 
-// 2^x of a finite x, relative error below 3e-6: what comes of it is rounded to bfloat16, whose half step is a thousand times that.
+// 2^x of a finite x, relative error below 3e-6: what comes of it is rounded to bfloat16, whose half step is a thousand
+// times that.
 inline f32 exp2(f32 x) {
     const f32 whole = round(x), t = sub(x, whole);
     // Minimax polynomial of 2^t for |t| <= 1/2, with 1 at 0.
