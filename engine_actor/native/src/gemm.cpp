@@ -7,6 +7,8 @@ namespace {
 
 constexpr int BLOCK_ROWS = 96;   // rows of x that stay in the second level cache
 constexpr int NEAR_BYTES = 8192;  // how far a tile fetches ahead in its own panel
+// With fewer rows the first level cache is the faster place for weights to come, with more a core waits for none.
+constexpr int FAR_ROWS = 6, MOST_FAR_ROWS = 24;
 constexpr int MOST_PANELS = 16;  // that a thread takes at a time
 
 // Rows of one tile out of `left`: 8 + 1 rows take longer than 5 + 4.
@@ -24,11 +26,12 @@ void panels(const Product& p, int begin, int end, int rows) {
     for (int block = 0; block < rows; block += BLOCK_ROWS) {
         const int last = std::min(rows, block + BLOCK_ROWS);
         const int tiles = (last - block + Kernel::TILE_ROWS - 1) / Kernel::TILE_ROWS;
+        const bool far = last - block >= FAR_ROWS && last - block <= MOST_FAR_ROWS;
         for (int panel = begin; panel < end; panel++) {
             // One tile fetches what it will need itself; several fetch the next panel, each a part of it.
             const char* here = weights + panel * bytes;
-            Ahead ahead{here + bytes, (128 / tiles + 15) / 16 * 16, true};
-            if (tiles == 1) ahead = {here + NEAR_BYTES, 128, last - block >= FAR_ROWS};
+            Ahead ahead{here + bytes, (128 / tiles + 15) / 16 * 16, far};
+            if (tiles == 1) ahead = {here + NEAR_BYTES, 128, far};
             for (int row = block; row < last;) {
                 const int count = tile_rows(last - row, Kernel::TILE_ROWS);
                 call_tile<Kernel>(p, row, count, panel, ahead);

@@ -52,16 +52,13 @@ inline __attribute__((always_inline)) void write(const Product& p, int64_t row, 
     store_first(out + LANES, high, left - LANES);
 }
 
-// From so many rows on a tile multiplies longer than it waits for its weights, which then may lie farther.
-constexpr int FAR_ROWS = 6;
-
 // Calls the kernel's tile for `rows` rows, 1 to TILE_ROWS.
 template <typename Kernel, int R = Kernel::TILE_ROWS>
 void call_tile(const Product& p, int row, int rows, int panel, Ahead ahead) {
     if constexpr (R > 0) {
         if (rows != R) return call_tile<Kernel, R - 1>(p, row, rows, panel, ahead);
-        if (ahead.far) return Kernel::template tile<R, true>(p, row, panel, ahead);
-        if constexpr (R < FAR_ROWS) return Kernel::template tile<R, false>(p, row, panel, ahead);
+        return ahead.far ? Kernel::template tile<R, true>(p, row, panel, ahead)
+                         : Kernel::template tile<R, false>(p, row, panel, ahead);
     }
 }
 
