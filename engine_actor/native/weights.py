@@ -27,7 +27,11 @@ class Heads(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    _fields_ = [("data", _pointer), ("scales", _pointer), ("n", _int), ("k", _int), ("format", _int)]
+    _fields_ = [
+        *((name, _pointer) for name in ("data", "scales")),
+        *((name, _int) for name in ("n", "k", "format", "blocks_format")),
+        *((name, _pointer) for name in ("blocks", "block_scales")),
+    ]
 
 
 class Activations(ctypes.Structure):
@@ -167,4 +171,9 @@ class PackedModel:
 def weight_struct(packed: PackedWeight, arena: Arena) -> Weight:
     """The structure of a packed weight, whose memory is the arena's."""
     scales = None if packed.scales is None else arena.keep(packed.scales)
-    return Weight(arena.keep(packed.data), scales, packed.n, packed.k, packed.format)
+    weight = Weight(arena.keep(packed.data), scales, packed.n, packed.k, packed.format)
+    if packed.blocks is not None:
+        weight.blocks_format = packed.blocks.format
+        weight.blocks = arena.keep(packed.blocks.data)
+        weight.block_scales = arena.keep(packed.blocks.scales)
+    return weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from engine_actor.native.executor import StepArrays
 from engine_actor.native.memory import Arena
 from engine_actor.native.packing import (
     BF16,
+    BYTES,
     INT4,
     INT4_BLOCK,
     INT8,
+    NIBBLES,
     interleave,
     pack,
     quantise_int4,
@@ -161,6 +164,58 @@ def test_a_row_of_a_product_is_the_same_to_the_bit_in_any_batch(library, form: i
     whole = product(0, 130)
     for first, rows in ((0, 1), (5, 3), (60, 70), (129, 1)):
         assert torch.equal(product(first, rows), whole[first : first + rows])
+
+
+def of_blocks(n: int, k: int, least: int, greatest: int, minimum: float) -> torch.Tensor:
+    """Weights as files with blocks of 32 have them: a factor and whole numbers, here with both ends in each block."""
+    whole = torch.randint(least, greatest + 1, (n, k // 32, 32), generator=torch.Generator().manual_seed(1))
+    whole[..., 3], whole[..., 17] = least, greatest
+    factor = random(n, k // 32, 1, seed=2).abs().mul(0.01).add(1e-3).half().float()
+    offset = (random(n, k // 32, 1, seed=3) * minimum).half().float()
+    return (whole * factor + offset).view(n, k)
+
+
+BLOCKS = pytest.mark.parametrize(
+    ("form", "weights"),
+    [
+        (NIBBLES, (0, 15, 0.1)),
+        (NIBBLES, (-8, 7, 0.0)),
+        (NIBBLES, (-7, 8, 0.0)),
+        (NIBBLES, (0, 9, 0.1)),
+        (BYTES, (-127, 127, 0.0)),
+    ],
+    ids=["Q4_1", "Q4_0", "Q4_0 upside down", "few levels", "Q8_0"],
+)
+
+
+@BLOCKS
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
+def test_a_product_out_of_blocks_is_that_of_the_bfloat16_weights_to_the_bit(
+    library, rows: int, form: int, weights: tuple[int, int, float]
+) -> None:
+    arena, x = Arena(), random(rows, 192).bfloat16()
+    packed = pack(of_blocks(100, 192, *weights), BF16)
+    assert packed.blocks is not None and packed.blocks.format == form
+    products = []
+    for both in (packed, dataclasses.replace(packed, blocks=None)):
+        out = torch.empty(rows, 100)
+        gemm(library, rows_of(library, x, BF16), weight_struct(both, arena), STORE, out)
+        products.append(out)
+    assert torch.equal(*products)
+
+
+@BLOCKS
+def test_other_weights_have_no_blocks(form: int, weights: tuple[int, int, float]) -> None:
+    exact = of_blocks(64, 64, *weights)
+    assert pack(exact, BF16).blocks is not None
+    for row in (0, 63):
+        other = exact.clone()
+        step = (other[row, 17] - other[row, 3]) / (weights[1] - weights[0])
+        other[row, 5] = other[row, 3] + step * {NIBBLES: 4.5, BYTES: 87.5}[form]
+        assert pack(other, BF16).blocks is None
+    assert pack(torch.full((32, 64), torch.nan), BF16).blocks is None
+    assert pack(torch.full((32, 64), 1e8), BF16).blocks is None
+    assert pack(random(32, 48), BF16).blocks is None
 
 
 def highest(library: ctypes.CDLL, x: torch.Tensor, weight: Weight) -> list[int]:

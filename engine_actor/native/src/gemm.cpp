@@ -11,18 +11,16 @@ constexpr int NEAR_BYTES = 8192;  // how far a tile fetches ahead in its own pan
 constexpr int FAR_ROWS = 6, MOST_FAR_ROWS = 24;
 constexpr int MOST_PANELS = 16;  // that a thread takes at a time
 
+// Up to so many rows a product waits for its weights, and making them out of blocks is faster than reading them.
+constexpr int MOST_BLOCK_ROWS = 4;
+
 // Rows of one tile out of `left`: 8 + 1 rows take longer than 5 + 4.
 int tile_rows(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
 
-int64_t panel_bytes(const Product& p) {
-    const int64_t values = int64_t(p.k) * COLUMNS;
-    return p.weight.format == Format::bf16 ? 2 * values : p.weight.format == Format::int8 ? values : values / 2;
-}
-
+// `data` is what the kernel reads, `bytes` of it for a panel.
 template <typename Kernel>
-void panels(const Product& p, int begin, int end, int rows) {
-    const int64_t bytes = panel_bytes(p);
-    const char* weights = static_cast<const char*>(p.weight.data);
+void panels(const Product& p, const void* data, int64_t bytes, int begin, int end, int rows) {
+    const char* weights = static_cast<const char*>(data);
     for (int block = 0; block < rows; block += BLOCK_ROWS) {
         const int last = std::min(rows, block + BLOCK_ROWS);
         const int tiles = (last - block + Kernel::TILE_ROWS - 1) / Kernel::TILE_ROWS;
@@ -50,11 +48,16 @@ void gemm(Team& team, const Activations& x, int rows, const Weight& weight, cons
     if (output.epilogue == Epilogue::best)
         product.output.out = static_cast<Best*>(output.out) + static_cast<int64_t>(team.rank) * rows;
     const int count = (weight.n + COLUMNS - 1) / COLUMNS;
+    const Blocks blocks = rows <= MOST_BLOCK_ROWS ? weight.blocks_format : Blocks::none;
+    const int64_t values = int64_t(weight.k) * COLUMNS;
     team.share(count, MOST_PANELS, [&](int begin, int end) {
+        if (blocks == Blocks::nibbles)
+            return panels<NibblesKernel>(product, weight.blocks, values / 2, begin, end, rows);
+        if (blocks == Blocks::bytes) return panels<BytesKernel>(product, weight.blocks, values, begin, end, rows);
         switch (weight.format) {
-            case Format::bf16: return panels<Bf16Kernel>(product, begin, end, rows);
-            case Format::int8: return panels<Int8Kernel>(product, begin, end, rows);
-            case Format::int4: return panels<Int4Kernel>(product, begin, end, rows);
+            case Format::bf16: return panels<Bf16Kernel>(product, weight.data, values * 2, begin, end, rows);
+            case Format::int8: return panels<Int8Kernel>(product, weight.data, values, begin, end, rows);
+            case Format::int4: return panels<Int4Kernel>(product, weight.data, values / 2, begin, end, rows);
         }
     });
 }

@@ -91,6 +91,73 @@ struct Bf16Kernel {
     }
 };
 
+// The product of Bf16Kernel, to the bit, out of weights in blocks: less to read, more to compute.
+struct NibblesKernel {
+    static constexpr int TILE_ROWS = BF16_TILE_ROWS;
+
+    template <int R, bool far>
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
+        const int64_t k = p.k, groups = k / BLOCK;
+        const bf16* x = p.x.values + row * k;
+        const uint8_t* w = static_cast<const uint8_t*>(p.weight.blocks) + panel * k * COLUMNS / 2;
+        const f16* scales = p.weight.block_scales + panel * groups * 2 * COLUMNS;
+        f32 sum[R][2];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        for (int g = 0; g < groups; g++, scales += 2 * COLUMNS) {
+            const f32 factor[2] = {load_f16(scales), load_f16(scales + LANES)};
+            const f32 minimum[2] = {load_f16(scales + COLUMNS), load_f16(scales + COLUMNS + LANES)};
+            for (int i = 0; i < BLOCK; i += 8, w += 4 * COLUMNS, x += 8) {
+                const quads half[2] = {load_quads(w), load_quads(w + 4 * LANES)};
+                fetch<far>(ahead);
+                add_pair<R, 0, 8>(sum, half, factor, minimum, x, k);
+                add_pair<R, 16, 24>(sum, half, factor, minimum, x + 2, k);
+                add_pair<R, 4, 12>(sum, half, factor, minimum, x + 4, k);
+                add_pair<R, 20, 28>(sum, half, factor, minimum, x + 6, k);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) write(p, row + r, panel * COLUMNS, sum[r][0], sum[r][1]);
+    }
+
+    template <int R, int first, int second>
+    static inline __attribute__((always_inline)) void add_pair(f32 (&sum)[R][2], const quads (&half)[2],
+                                                               const f32 (&factor)[2], const f32 (&minimum)[2],
+                                                               const bf16* x, int64_t k) {
+        UNROLL for (int h = 0; h < 2; h++) {
+            const pairs weights = round_pairs(fma(nibble_at<first>(half[h]), factor[h], minimum[h]),
+                                              fma(nibble_at<second>(half[h]), factor[h], minimum[h]));
+            UNROLL for (int r = 0; r < R; r++) sum[r][h] = dot(sum[r][h], weights, set_pair(word_at(x + r * k)));
+        }
+    }
+};
+
+// As NibblesKernel, out of blocks of bytes.
+struct BytesKernel {
+    static constexpr int TILE_ROWS = BF16_TILE_ROWS;
+
+    template <int R, bool far>
+    static __attribute__((noinline)) void tile(const Product& p, int row, int panel, Ahead ahead) {
+        const int64_t k = p.k, groups = k / BLOCK;
+        const bf16* x = p.x.values + row * k;
+        const int8_t* w = static_cast<const int8_t*>(p.weight.blocks) + panel * k * COLUMNS;
+        const f16* scales = p.weight.block_scales + panel * groups * COLUMNS;
+        f32 sum[R][2];
+        UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        for (int g = 0; g < groups; g++, scales += COLUMNS) {
+            const f32 factor[2] = {load_f16(scales), load_f16(scales + LANES)};
+            for (int i = 0; i < BLOCK; i += 2, w += 2 * COLUMNS, x += 2) {
+                if (i % 4 == 0) fetch<far>(ahead);
+                UNROLL for (int h = 0; h < 2; h++) {
+                    const pairs weights = round_pairs(mul(load_signed(w + h * LANES), factor[h]),
+                                                      mul(load_signed(w + COLUMNS + h * LANES), factor[h]));
+                    UNROLL for (int r = 0; r < R; r++)
+                        sum[r][h] = dot(sum[r][h], weights, set_pair(word_at(x + r * k)));
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) write(p, row + r, panel * COLUMNS, sum[r][0], sum[r][1]);
+    }
+};
+
 struct Int8Kernel {
     static constexpr int TILE_ROWS = INT8_TILE_ROWS;
 

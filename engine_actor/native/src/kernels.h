@@ -30,15 +30,27 @@ enum class Format : int32_t {
     int4 = 2,  // data [panels][k / 32][4][32][4] bytes, scales [panels][k / 32][2][32] float16: factor and minimum
 };
 
+// How blocks of 32 values of a row of a weight are kept, as in the file that they come from; k a multiple of 32.
+enum class Blocks : int32_t {
+    none = 0,
+    nibbles = 1,  // data and scales as in Format::int4
+    bytes = 2,    // data [panels][k][32] signed bytes, scales [panels][k / 32][32] float16: value = factor * byte
+};
+
 // A weight [n, k] in panels of 32 rows of it (columns of the product), the last one filled up with zeros.
 // int8: k a multiple of 64, value = (byte - 128) * scale of its row of the weight. int4: k a multiple of 32,
 // value = factor * nibble + minimum by 32 values of a row; quads 2 j and 2 j + 1 of them are the low and the high
 // nibbles of the bytes [j].
+//
+// A weight of bf16 may have its values a second time in fewer bytes: rounded to bfloat16, `blocks` gives the same bits.
 struct Weight {
     const void* data;
     const void* scales;
     int32_t n, k;
     Format format;
+    Blocks blocks_format;
+    const void* blocks;
+    const f16* block_scales;
 };
 
 // Rows that a weight is multiplied with: bfloat16, or bytes with a scale and a sum for each group of inputs.
@@ -49,7 +61,7 @@ struct Activations {
     const int32_t* sums;   // [rows, k / group] sum of the bytes times sum_factor()
 };
 
-constexpr int INT8_GROUP = 64, INT4_GROUP = 32;
+constexpr int INT8_GROUP = 64, INT4_GROUP = 32, BLOCK = 32;
 inline int group_size(Format format) { return format == Format::int4 ? INT4_GROUP : INT8_GROUP; }
 inline int sum_factor(Format format) { return format == Format::int4 ? 1 : BYTE_SUM_FACTOR; }
 

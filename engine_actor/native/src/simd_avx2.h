@@ -141,6 +141,14 @@ inline __m256 dot_half(__m256 sum, __m256i a, __m256i b) {
 }
 inline f32 dot(f32 sum, pairs a, pairs b) { return {dot_half(sum.low, a.low, b.low), dot_half(sum.high, a.high, b.high)}; }
 
+// Two registers of float32 as the first and the second of pairs, rounded to nearest, ties to even.
+inline __m256i round_half(__m256 first, __m256 second) {
+    return _mm256_or_si256(narrow(first), _mm256_slli_epi32(narrow(second), 16));
+}
+inline pairs round_pairs(f32 first, f32 second) {
+    return {round_half(first.low, second.low), round_half(first.high, second.high)};
+}
+
 inline i32 set_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline f32 to_float(i32 a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 inline i32 to_int(f32 a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
@@ -164,6 +172,18 @@ inline quads low_nibbles(quads a) {
     return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
 }
 inline quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi16(a.low, 4), _mm256_srli_epi16(a.high, 4)}); }
+// The nibble at a bit of each four bytes.
+template <int bit>
+inline f32 nibble_at(quads a) {
+    const __m256i mask = _mm256_set1_epi32(15);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.low, bit), mask)),
+            _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.high, bit), mask))};
+}
+// 16 signed bytes.
+inline __m256 load_signed_half(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline f32 load_signed(const int8_t* p) { return {load_signed_half(p), load_signed_half(p + 8)}; }
 // sum + four products of an unsigned and a signed byte; two of them must not go beyond 16 bits.
 inline __m256i dot_four(__m256i sum, __m256i unsigned_bytes, __m256i signed_bytes) {
     const __m256i twos = _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);

@@ -65,6 +65,13 @@ inline pairs set_pair(uint32_t pair) { return (pairs)_mm512_set1_epi32(static_ca
 // sum + a[0] b[0] + a[1] b[1], lane by lane.
 inline f32 dot(f32 sum, pairs a, pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
 
+// Two registers of float32 as the first and the second of pairs, rounded to nearest, ties to even.
+inline pairs round_pairs(f32 first, f32 second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (pairs)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
 inline i32 set_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline f32 to_float(i32 a) { return _mm512_cvtepi32_ps(a); }
 inline i32 to_int(f32 a) { return _mm512_cvtps_epi32(a); }
@@ -76,6 +83,16 @@ inline quads load_quads(const void* p) { return _mm512_loadu_si512(p); }
 inline quads set_quad(uint32_t quad) { return _mm512_set1_epi32(static_cast<int>(quad)); }
 inline quads low_nibbles(quads a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline quads high_nibbles(quads a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+// The nibble at a bit of each four bytes.
+template <int bit>
+inline f32 nibble_at(quads a) {
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(a, bit), values);  // looks at the last four bits alone
+}
+// 16 signed bytes.
+inline f32 load_signed(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 // sum + four products of a nibble and a signed byte of x. The intrinsic makes gcc 12 copy every sum twice.
 inline i32 dot_nibbles(i32 sum, quads weight, quads x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
