@@ -13,6 +13,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from tenancy.embedded_redis import EmbeddedRedis, RedisServerError
+from tenancy.loop_time import loop_timed
 
 __all__ = ["SCHEMES", "EmbeddedRedis", "RedisServerError", "check_url", "connect"]
 
@@ -36,8 +37,9 @@ def connect(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
       `sentinel_password` in the query, where the sentinels want them
     - `redis+cluster://[USER:PASSWORD@]HOST:PORT,HOST:PORT`
 
-    An answer may take `socket_timeout_s` and a connection 500 ms; a query string overrides both and sets what
-    else redis-py documents, such as `ssl_ca_certs=/path`. Nothing is sent twice, since a script that timed out
+    An answer may take `socket_timeout_s` and a connection 500 ms, of time in which the loop was not held up (see
+    `tenancy.loop_time`); a query string overrides both and sets what else redis-py documents, such as
+    `ssl_ca_certs=/path`. Nothing is sent twice, since a script that timed out
     may have run; only in a Cluster may a node that was lost be asked once more at its new place. Close it with
     `aclose()`. Raises ValueError for another kind of URL.
     """
@@ -51,13 +53,18 @@ def connect(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
     }
     never = Retry(NoBackoff(), 0)
     if not kind:
-        return Redis.from_url(url, retry=never, **options)
+        return _loop_timed(Redis.from_url(url, retry=never, **options))
     hosts, given = _options(parts, kind)
     options |= given
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in hosts]
-        # It has the commands that are used here.
-        return cast(Redis, RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **options))
+        cluster = RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **options)
+        # Nodes that are found later are made of these arguments too.
+        connection_class = loop_timed(cluster.connection_kwargs["connection_class"])
+        cluster.connection_kwargs["connection_class"] = connection_class
+        for node in cluster.startup_nodes:
+            node.connection_class = connection_class
+        return cast(Redis, cluster)  # it has the commands that are used here
     service, _, database = parts.path.strip("/").partition("/")
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     timeouts = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")}
@@ -66,6 +73,12 @@ def connect(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
         hosts, sentinel_kwargs={**own, **timeouts, **tls, "retry": never}
     )
     client: Redis = sentinel.master_for(service, retry=never, db=int(database or 0), **options)
+    return _loop_timed(client)
+
+
+def _loop_timed(client: Redis) -> Redis:
+    pool = client.connection_pool
+    pool.connection_class = loop_timed(pool.connection_class)
     return client
 
 
