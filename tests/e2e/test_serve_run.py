@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_serve_run(start_server: Any) -> None:
-    """The app brings a Redis of its own, and everything ends with the command."""
+    """The app brings a Redis of its own, answers many who come at once, and everything ends with the command."""
     command = [str(Path(sys.executable).with_name("serve")), "run"]
     with start_server(
         command=command,
@@ -21,13 +22,23 @@ def test_serve_run(start_server: Any) -> None:
         environment={"RAY_ADDRESS": "local"},
         linger=10.0,  # what Ray started outlives its command by a moment
     ) as server:
-        for tenant in ("alpha", "beta"):
-            with server.openai(tenant) as client:
-                answer = client.chat.completions.create(
+        answers = asyncio.run(ask_at_once(server, 64))
+        assert [answer.usage.completion_tokens for answer in answers] == [8] * 64
+        server.wait_until(lambda: server.slots("alpha") == server.slots("beta") == 0, 5)
+
+
+async def ask_at_once(server: Any, number: int) -> list[Any]:
+    """The first requests of a server: nothing is connected or warm, and the client tries once."""
+    async with server.async_openai("alpha") as alpha, server.async_openai("beta") as beta:
+        return await asyncio.gather(
+            *(
+                client.chat.completions.create(
                     model=server.model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8
                 )
-            assert answer.usage.completion_tokens == 8
-        server.wait_until(lambda: server.slots("alpha") == server.slots("beta") == 0, 5)
+                for _ in range(number // 2)
+                for client in (alpha, beta)
+            )
+        )
 
 
 def stub_engine(config: dict[str, Any]) -> None:
