@@ -71,12 +71,15 @@ def _roofline(built: BuiltEngine, run: RunLog, output_tokens: int) -> dict[str, 
     from benchmarks.roofline import Roofline
     from engine_actor.native.build import NativeUnavailable
     from engine_actor.native.ceilings import measure_ceilings
+    from engine_actor.native.executor import NativeExecutor
 
     try:
         ceilings = measure_ceilings(info.threads)
     except NativeUnavailable:
         return None
-    return Roofline(built.model, info.quantization, ceilings).report(run.records, run.seconds, output_tokens)
+    weight_bytes = built.executor.weight_bytes if isinstance(built.executor, NativeExecutor) else None
+    roofline = Roofline(built.model, info.quantization, ceilings, weight_bytes)
+    return roofline.report(run.records, run.seconds, output_tokens)
 
 
 def budget_figures(runs: Mapping[int, Sequence[RunLog]]) -> list[dict[str, Any]]:

@@ -17,11 +17,7 @@ from engine_actor.native.ceilings import Ceilings
 from engine_actor.step import StepRecord
 
 _KV_BYTES = 2
-_WEIGHT_BYTES = {
-    "none": 2.0,
-    "int8": 1.0,
-    "int4": 0.625,
-}  # int4: a factor and a minimum of 16 bits for 32 weights
+_BF16_BYTES = 2
 
 
 @dataclass
@@ -36,17 +32,29 @@ class Work:
 
 
 class Roofline:
-    """Adds up steps of a model of bfloat16 or quantised weights on a CPU."""
+    """Adds up steps of a model of bfloat16 or quantised weights on a CPU.
 
-    def __init__(self, config: ModelConfig, quantization: str, ceilings: Ceilings) -> None:
+    `weight_bytes` are those of the layers and of the output layer in the smallest form that the executor keeps; None
+    is bfloat16.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        quantization: str,
+        ceilings: Ceilings,
+        weight_bytes: tuple[int, int] | None = None,
+    ) -> None:
         self._config, self._ceilings = config, ceilings
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden = config.hidden_size
         attention = hidden * (query + 2 * key_value) + query * hidden
         self._layer_weights = config.num_layers * (attention + 3 * hidden * config.intermediate_size)
         self._output_weights = config.vocab_size * hidden
-        self._weight_bytes = _WEIGHT_BYTES[quantization]
-        self._output_bytes = 2.0 if quantization == "none" else 1.0
+        self._layer_bytes, self._output_bytes = weight_bytes or (
+            _BF16_BYTES * self._layer_weights,
+            _BF16_BYTES * self._output_weights,
+        )
         self._quantised = quantization != "none"
         self._token_bytes = 2 * config.num_layers * key_value * _KV_BYTES
         self._operations_per_key = 4 * query * config.num_layers
@@ -58,9 +66,9 @@ class Roofline:
         context, tokens, logits = float((start + length).sum()), record.num_tokens, len(record.logit_tokens)
         linear = 2.0 * (tokens * self._layer_weights + logits * self._output_weights)
         attention = self._operations_per_key * seen
-        moved = self._layer_weights * self._weight_bytes + (context + tokens) * self._token_bytes
+        moved = self._layer_bytes + (context + tokens) * self._token_bytes
         if logits:
-            moved += self._output_weights * self._output_bytes
+            moved += self._output_bytes
         peaks = self._ceilings
         compute = linear / (peaks.int8_operations if self._quantised else peaks.bf16_operations)
         compute += attention / peaks.bf16_operations

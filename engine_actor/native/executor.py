@@ -106,6 +106,11 @@ class NativeExecutor(Executor):
     def part_seconds(self) -> dict[str, float]:
         return dict(zip(PARTS, self._seconds.tolist(), strict=True))
 
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the layers' weights and of the output layer's, in the smallest form that a step can read."""
+        return self._model.layer_bytes, self._model.output_bytes
+
     def execute(self, record: StepRecord) -> torch.Tensor:
         arrays = StepArrays(record)
         size = arrays.struct.num_logits * self._model.config.vocab_size

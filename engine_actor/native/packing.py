@@ -38,6 +38,13 @@ class PackedWeight:
     format: int
     blocks: PackedBlocks | None = None
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the smallest form that gives all values."""
+        if self.blocks is not None:
+            return self.blocks.data.nbytes + self.blocks.scales.nbytes
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
 
 def pack(weight: torch.Tensor, form: int) -> PackedWeight:
     """A weight [n, k] in one of the formats; k even, for INT8 a multiple of 64, for INT4 of 32."""

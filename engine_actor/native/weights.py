@@ -103,6 +103,8 @@ class PackedModel:
         self._weights = checkpoint.weights
         self._arena = Arena()
         self._layer_format, output_format = QUANTIZATIONS[quantization]
+        self.layer_bytes = self.output_bytes = 0
+        """Bytes of the weights of all layers and of the output layer, in the smallest form of each."""
         layers = (Layer * config.num_layers)(*(self._layer(i) for i in range(config.num_layers)))
         factors = None
         if ROPE_FREQUENCY_FACTORS in self._weights.shapes:
@@ -125,7 +127,7 @@ class PackedModel:
             layers=ctypes.addressof(layers),
             norm=self._norm("model.norm"),
             embedding=None if tied else self._arena.keep(embedding.bfloat16()),
-            lm_head=self._weight(embedding if tied else self._weights.read(OUTPUT), output_format),
+            lm_head=self._output(embedding if tied else self._weights.read(OUTPUT), output_format),
             frequencies=self._arena.keep(rope_frequencies(config, factors)),
             local_frequencies=self._arena.keep(rope_frequencies(config, factors, local=True)),
             keys=keys.data_ptr(),
@@ -165,7 +167,14 @@ class PackedModel:
         return self._arena.keep(self._weights.read(f"{name}.weight").float() + self.config.norm_offset)
 
     def _weight(self, weight: torch.Tensor, form: int) -> Weight:
-        return weight_struct(pack(weight, form), self._arena)
+        packed = pack(weight, form)
+        self.layer_bytes += packed.least_bytes
+        return weight_struct(packed, self._arena)
+
+    def _output(self, weight: torch.Tensor, form: int) -> Weight:
+        packed = pack(weight, form)
+        self.output_bytes = packed.least_bytes
+        return weight_struct(packed, self._arena)
 
 
 def weight_struct(packed: PackedWeight, arena: Arena) -> Weight:

@@ -122,22 +122,27 @@ def step(start: list[int], length: list[int], is_last_chunk: list[bool]) -> Step
     ("quantization", "layer_bytes", "output_bytes", "speed"),
     [("none", 2, 2, 1e12), ("int8", 1, 1, 2e12), ("int4", 0.625, 1, 2e12)],
 )
-def test_roofline_counts(quantization: str, layer_bytes: float, output_bytes: float, speed: float) -> None:
+def test_roofline_counts(quantization: str, layer_bytes: float, output_bytes: int, speed: float) -> None:
     ceilings = Ceilings(bf16_operations=1e12, int8_operations=2e12, memory_bytes=1e9)
     # A prompt of 3 tokens, whose logits nobody needs, and a decode row that sees 21 tokens.
     record = step(start=[0, 20], length=[3, 1], is_last_chunk=[False, True])
     weights = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
-    work = Roofline(model(), quantization, ceilings).step(record)
+    sizes = (int(weights * layer_bytes), 100 * 64 * output_bytes)
+    work = Roofline(model(), quantization, ceilings, sizes).step(record)
+    if quantization == "none":
+        assert Roofline(model(), quantization, ceilings).step(record) == work
     assert work.linear_operations == 2 * (4 * weights + 100 * 64)
     assert work.attention_operations == 4 * 64 * 2 * (1 + 2 + 3 + 21)
     kv = 2 * 2 * 32 * 2  # of one token: keys and values of two layers
     assert work.bytes == weights * layer_bytes + 100 * 64 * output_bytes + (3 + 21 + 4) * kv
     assert work.limit_seconds == work.bytes / 1e9  # few tokens: memory is the limit
-    fast = Roofline(model(), quantization, Ceilings(1e12, 2e12, 1e15)).step(record)
+    fast = Roofline(model(), quantization, Ceilings(1e12, 2e12, 1e15), sizes).step(record)
     assert fast.limit_seconds == pytest.approx(
         work.linear_operations / speed + work.attention_operations / 1e12
     )
-    report = Roofline(model(), quantization, ceilings).report([record, record], 4 * work.limit_seconds, 2)
+    report = Roofline(model(), quantization, ceilings, sizes).report(
+        [record, record], 4 * work.limit_seconds, 2
+    )
     assert report["fraction"] == 0.5
     compute = work.linear_operations / speed + work.attention_operations / 1e12
     assert report["compute_fraction"] == round(compute / (2 * work.limit_seconds), 3)
