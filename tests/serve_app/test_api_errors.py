@@ -25,6 +25,7 @@ TABLE = {
         "concurrency_limit_exceeded",
         "budget_exceeded",
         "queue_full",
+        "too_many_failed_logins",
     ],
     500: ["internal_error"],
     503: [
