@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import regex
 from gguf import GGUFWriter, TokenType
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -63,13 +63,15 @@ class ReferenceBpe:
         return [i for piece in pieces for i in self.merge([alphabet[byte] for byte in piece.encode()])]
 
     def merge(self, parts: list[str]) -> list[int]:
+        # SmolLM2 lacks a few control bytes, which the published tokenizer drops before it merges.
+        parts = [part for part in parts if part in self.ids]
         while len(parts) > 1:
             pairs = [(self.ranks.get((a, b), 1 << 30), at) for at, (a, b) in enumerate(pairwise(parts))]
             rank, at = min(pairs)
             if rank == 1 << 30:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        return [self.ids[part] for part in parts if part in self.ids]  # SmolLM2 lacks a few control bytes
+        return [self.ids[part] for part in parts]
 
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -88,6 +90,7 @@ def test_smollm_ids_follow_the_definition(smollm: Tokenizer, reference: Referenc
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(ANY_CHARACTER, max_size=60))
+@example(text="/\x16<")
 def test_smollm_ids_follow_the_definition_for_any_text(
     smollm: Tokenizer, reference: ReferenceBpe, text: str
 ) -> None:
