@@ -18,7 +18,6 @@ the prompt: harmless noise, and only beside a control spelling.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,24 +69,24 @@ class ControlText:
         """Ids of a rendered template whose user text was marked."""
         if marks.opening not in rendered and marks.closing not in rendered:
             return self._tokenizer.encode_control(rendered)
-        spelling = self._pattern.pattern
-        # One mark is enough: a template that cuts text may have lost the other.
-        wrapped = re.compile(f"({marks.opening}(?:{spelling})|(?:{spelling}){marks.closing})")
         ids: list[int] = []
-        for index, piece in enumerate(wrapped.split(rendered)):
-            if index % 2:
-                ids += self._tokenizer.encode_text(piece.strip("".join(marks)))
-            else:
-                ids += self._encode_piece(piece, marks)
-        return ids
+        begin = 0
+        for match in self._pattern.finditer(rendered):
+            # One mark is enough: a template that cuts text may have lost the other.
+            opened = rendered.endswith(marks.opening, 0, match.start())
+            if opened or rendered.startswith(marks.closing, match.end()):
+                ids += self._encode_piece(rendered[begin : match.start()], marks)
+                ids += self._tokenizer.encode_text(match[0])
+                begin = match.end()
+        return ids + self._encode_piece(rendered[begin:], marks)
 
     def _encode_piece(self, piece: str, marks: Marks) -> list[int]:
-        edge = re.compile(f"[{marks.opening}{marks.closing}]")
-        clean = edge.sub("", piece)
+        parts = piece.replace(marks.closing, marks.opening).split(marks.opening)
+        clean = "".join(parts)
         # Were the marks keeping a spelling apart? Then the text must stay cut where they are.
         if self._pattern.findall(clean) == self._pattern.findall(piece):
             return self._tokenizer.encode_control(clean)
-        return [token for part in edge.split(piece) for token in self._tokenizer.encode_control(part)]
+        return [token for part in parts for token in self._tokenizer.encode_control(part)]
 
     def _mark(self, value: Any, marks: Marks) -> Any:
         if isinstance(value, str):

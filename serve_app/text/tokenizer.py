@@ -63,6 +63,7 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
+        _forget_words(backend)
         self._backend = backend
         self._unused = frozenset(unused)
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
@@ -77,7 +78,6 @@ class Tokenizer:
         self.template_tokens = dict(template_tokens or {})
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._to_bytes = token_to_bytes(backend.decoder)
-        self._bytes: dict[int, bytes] = {}
 
     def save(self, path: Path) -> None:
         """Write the vocabulary with its rules as tokenizer.json."""
@@ -106,12 +106,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the output in UTF-8, maybe a part of a character; nothing for control
         tokens and ids without a token."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = None if token_id in self._control_ids else self._backend.id_to_token(token_id)
-            known = b"" if token is None or token_id in self._unused else self._to_bytes(token)
-            self._bytes[token_id] = known
-        return known
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def control_spelling(self, token_id: int) -> str | None:
         """How a control token is written, None for any other token."""
@@ -130,15 +125,36 @@ class Tokenizer:
         )
 
     def prepare(self) -> None:
-        """Make now what text with the spelling of a control token needs: a second for 200,000 tokens."""
-        _ = self._plain_backend
+        """Make now what is made once: a second or two for 200,000 tokens."""
+        _ = self._plain_backend, self._bytes
 
     @cached_property
     def _plain_backend(self) -> Backend:
         # The switch belongs to the whole object, hence a second one.
         plain = Backend.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
+        _forget_words(plain)
         return plain
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        # Of all tokens at once: one that takes longer the first time would tell that nobody has had it yet.
+        return [
+            self._to_bytes(token) if token is not None else b""
+            for token in map(self._shown, range(self.vocab_size))
+        ]
+
+    def _shown(self, token_id: int) -> str | None:
+        if token_id in self._control_ids or token_id in self._unused:
+            return None
+        return self._backend.id_to_token(token_id)
+
+
+def _forget_words(backend: Backend) -> None:
+    """Switch off the library's cache of words: it is faster for words that some other tenant has sent before, which
+    anybody could measure. Without it whole texts take the same time."""
+    if isinstance(backend.model, models.BPE | models.Unigram):  # the others have none
+        backend.model._resize_cache(0)
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -339,3 +339,13 @@ def test_unsupported_decoder_is_refused(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(LoadError, match="WordPiece"):
         load_tokenizer(ResolvedSource("hf", tmp_path))
+
+
+def test_D01_no_word_is_remembered() -> None:
+    """A word that was kept from an earlier text would keep its old token; and be quicker than one that is new."""
+    backend = Backend(models.BPE({"a": 0, "?": 1, "!": 2}, [], unk_token="?"))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, eos_token_ids=[])
+    assert tokenizer.encode_text("z") == [1]
+    backend.model.unk_token = "!"
+    assert tokenizer.encode_text("z") == [2]
