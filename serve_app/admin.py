@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,6 @@ from starlette.routing import Route
 from serve_app.admin_bodies import KeyRequest, RotateRequest, parsed, read_json
 from serve_app.api import errors
 from serve_app.api.errors import ApiError, invalid_request
-from serve_app.config_errors import describe
 from serve_app.logins import Logins, bearer
 from tenancy.directory import TenantDirectory
 from tenancy.directory_store import Change, ConflictError, DirectoryStore, Unchanged
@@ -26,6 +26,10 @@ from tenancy.keys import new_key
 from tenancy.models import KeyRecord, Price, Tenant, unpriced_model
 from tenancy.quota import QuotaUnavailable
 from tenancy.tiers import with_tier
+
+_LIMIT = re.compile("[0-9]{1,4}")
+_ENTRY = re.compile("[0-9]{1,19}(-[0-9]{1,19})?")
+"""An id of a Redis stream, below 2**64."""
 
 
 class Admin:
@@ -106,6 +110,8 @@ class Admin:
             raise invalid_request("demo cannot be set here.", "demo")
         if self._directory.get(tenant.id) is not None:
             raise ApiError("conflict", f"The tenant {tenant.id!r} exists already.")
+        if (before := self._directory.managed_tenant(tenant.id)) is not None:  # one that was deleted
+            tenant = tenant.model_copy(update={"generation": before.generation + 1})
         await self._apply(who, self._tenant_change("create", None, tenant))
         return JSONResponse(self._shown(tenant.id), 201)
 
@@ -117,7 +123,8 @@ class Admin:
             raise invalid_request("A tenant's id cannot be changed.", "id")
         stated = json.loads(old.model_dump_json(exclude={"api_keys"}, exclude_unset=True))
         tenant = self._valid(
-            {name: value for name, value in {**stated, **changes}.items() if value is not None}
+            {name: value for name, value in {**stated, **changes}.items() if value is not None},
+            old.generation,
         )
         if tenant.demo != old.demo:
             raise invalid_request("demo cannot be set here.", "demo")
@@ -131,7 +138,7 @@ class Admin:
         await self._apply(
             who,
             *(self._key_change("revoke", key, key.model_copy(update={"revoked": True})) for key in keys),
-            self._tenant_change("delete", old, Tenant(id=old.id, deleted=True)),
+            self._tenant_change("delete", old, Tenant(id=old.id, deleted=True, generation=old.generation)),
         )
         return JSONResponse({"id": old.id, "deleted": True})
 
@@ -151,23 +158,25 @@ class Admin:
     def _shown(self, id: str) -> dict[str, Any]:
         """The tenant as it is treated, where it comes from, and why its keys are refused if its tier is gone."""
         tenant, source = self._directory.tenants()[id]
-        shown = tenant.model_dump(mode="json", exclude={"api_keys", "deleted"}, exclude_none=True)
+        shown = tenant.model_dump(
+            mode="json", exclude={"api_keys", "deleted", "generation"}, exclude_none=True
+        )
         reason = self._directory.unusable(id)
         return {**shown, "source": source, **({"unusable": reason} if reason else {})}
 
-    def _valid(self, data: dict[str, Any]) -> Tenant:
-        try:
-            tenant = Tenant.model_validate_json(json.dumps(data))
-        except ValidationError as error:
-            raise invalid_request(f"{describe(error, Tenant, data)}.") from None
+    def _valid(self, data: dict[str, Any], generation: int = 0) -> Tenant:
+        tenant = parsed(Tenant, data)
         if tenant.api_keys or tenant.deleted:
             raise invalid_request("api_keys and deleted cannot be set here; create keys instead.")
+        if tenant.generation != generation:
+            raise invalid_request("generation cannot be set here.", "generation")
         try:
             treated = with_tier(tenant, self._directory.tiers)
         except ValueError as error:
             raise invalid_request(f"{error}.", "tier") from None
-        for model in treated.model_limits:
-            self._require_model(model, "model_limits")
+        for field, models in (("model_limits", treated.model_limits), ("models", treated.models or ())):
+            for model in models:
+                self._require_model(model, field)
         self._require_prices(treated)
         return tenant
 
@@ -283,10 +292,10 @@ class Admin:
 
     async def _audit(self, request: Request, who: str) -> Response:
         limit = request.query_params.get("limit", "100")
-        if not limit.isdecimal() or not 1 <= int(limit) <= 1000:
+        if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= 1000:
             raise invalid_request("limit must be 1 to 1000.", "limit")
         before = request.query_params.get("before")
-        if before is not None and not before.replace("-", "", 1).isdecimal():
+        if before is not None and not _ENTRY.fullmatch(before):
             raise invalid_request("before must be the id of an entry.", "before")
         entries = await self._required_store().audit(before, int(limit))
         return JSONResponse({"data": [asdict(entry) for entry in entries]})

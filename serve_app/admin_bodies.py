@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from serve_app.api import errors
 from serve_app.api.errors import invalid_request
+from serve_app.api.json_body import JsonError, load_json
 from serve_app.config_errors import describe
 from tenancy.models import Limits
 
@@ -17,6 +18,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 MAX_BODY_BYTES = 256 * 1024
 MAX_OVERLAP_S = 90 * 86_400
+MAX_EXPIRES_IN_S = 100 * 366 * 86_400
 
 
 class _Body(BaseModel):
@@ -30,7 +32,7 @@ class KeyRequest(_Body):
     models: list[str] | None = None
     routes: list[str] | None = None
     limits: Limits | None = None
-    expires_in_s: Annotated[int, Field(ge=1)] | None = None
+    expires_in_s: Annotated[int, Field(ge=1, le=MAX_EXPIRES_IN_S)] | None = None
 
 
 class RotateRequest(_Body):
@@ -47,17 +49,18 @@ async def read_json(request: Request) -> dict[str, Any]:
         if len(body) > MAX_BODY_BYTES:
             raise errors.request_too_large(MAX_BODY_BYTES)
     try:
-        data = json.loads(body or b"{}")
-    except (ValueError, RecursionError):
-        raise invalid_request("The body must be a JSON object.") from None
+        data = load_json(body or b"{}")
+    except JsonError as error:
+        raise invalid_request(str(error), error.key) from None
     if not isinstance(data, dict):
-        raise invalid_request("The body must be a JSON object.")
+        raise invalid_request("The request body must be a JSON object.")
     return data
 
 
 def parsed(model: type[_M], data: dict[str, Any]) -> _M:
-    """Raises ApiError 400 with the name of the field that is wrong."""
+    """`data` as `model`. Raises ApiError 400 with the name of the field that is wrong."""
     try:
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        raise invalid_request(f"{describe(error, model, data)}.") from None
+        field = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
+        raise invalid_request(f"{describe(error, model, data)}.", field or None) from None

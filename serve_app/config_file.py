@@ -145,12 +145,14 @@ def check_document(document: Any, name: str) -> ServeConfig:
 
 
 def check_models(user_config: UserConfig, models: list[str]) -> None:
-    """Raise ValueError where prices or limits are for a model that is not served, or a price is missing."""
+    """Raise ValueError where prices, limits or permissions name a model that is not served, or a price is missing."""
     places = {"prices": list(user_config.prices)}
     for name, tier in user_config.tiers.items():
         places[f"model_limits of tier {name!r}"] = list(tier.model_limits)
+        places[f"models of tier {name!r}"] = list(tier.models or ())
     for tenant in user_config.tenants:
         places[f"model_limits of tenant {tenant.id!r}"] = list(tenant.model_limits)
+        places[f"models of tenant {tenant.id!r}"] = list(tenant.models or ())
     for what, named in places.items():
         for model in named:
             if model not in models:

@@ -47,9 +47,9 @@ class Connection:
 
         Raises ApiError 415, 413 above `limit` bytes, 408 when it does not end; ClientGoneError.
         """
-        media_type, _, parameters = self.headers.get("content-type", "application/json").partition(";")
-        charset = parameters.replace(" ", "").replace('"', "").lower()
-        if media_type.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+        media_type, *parameters = self.headers.get("content-type", "application/json").lower().split(";")
+        charsets = {p.replace(" ", "").replace('"', "") for p in parameters if "charset" in p}
+        if media_type.strip() != "application/json" or not charsets <= {"charset=utf-8", "charset=utf8"}:
             raise unsupported_media_type()
         if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise unsupported_encoding()

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -113,7 +115,7 @@ class GatewayApp:
             middleware=[Middleware(CloseUnread, but=BODY_ROUTES), *([cors] if self._cors_origins else [])],
             exception_handlers={
                 404: lambda request, error: _error_response(errors.not_found()),
-                405: lambda request, error: _error_response(errors.method_not_allowed()),
+                405: _method_not_allowed,
                 ApiError: _api_error_response,
                 Exception: lambda request, error: _error_response(errors.internal_error()),
             },
@@ -231,7 +233,7 @@ class GatewayApp:
             self._waiting_timeouts[pool.model],
         )
         if key is not None:
-            digest = self.directory.request_digest
+            digest = partial(self.directory.request_digest, tenant)
             life.idempotency = Repeatable(
                 self.quota.guarded, tenant.id, digest(key.encode()), digest(endpoint.encode() + b"\0" + raw)
             )
@@ -377,6 +379,13 @@ async def _send_error(connection: Connection, error: ApiError, headers: dict[str
 
 def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.to_body(), error.status, error.headers())
+
+
+async def _method_not_allowed(request: Request, error: Exception) -> Response:
+    response = _error_response(errors.method_not_allowed())
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # Allow
+    return response
 
 
 async def _api_error_response(request: Request, error: Exception) -> Response:

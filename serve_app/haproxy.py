@@ -9,7 +9,9 @@ it is given a script for a binary, which edits the file each time before it hand
 - errors of HAProxy's own, and whatever Ray says in plain text, are the API's error object;
 - while there is no application (before the start and while stopping) 503 with Retry-After, not 404;
 - Ray's own routes below `/-/` do not exist on the public port, nor do its headers: it fails on some of their values;
-- a client's `X-Request-Id` is passed on if it is printable ASCII, and nothing is upgraded to another protocol;
+- a client's `X-Request-Id` is passed on if it is printable ASCII;
+- HTTP/1 alone is spoken: nothing is upgraded to another protocol, nor is HTTP/2 that comes without asking;
+- answers do not name the software that made them;
 - a client has a bounded time for its header block, and the block a bounded size;
 - who calls is added to X-Forwarded-For: the gateway sees HAProxy alone.
 """
@@ -87,7 +89,11 @@ def write_edits(root: Path, ports: tuple[str, str]) -> Path:
     """Write the files that the edited configuration names, and the sed script that makes it. Returns the script."""
     directory = root / "e"
     directory.mkdir(exist_ok=True)
-    defaults = [f"    timeout http-request {HEADER_SECONDS}s", "    option forwardfor"]
+    defaults = [
+        f"    timeout http-request {HEADER_SECONDS}s",
+        "    option forwardfor",
+        "    option disable-h2-upgrade",
+    ]
     for status, answer in own_errors().items():
         file = directory / f"{status}.http"
         file.write_bytes(answer)
@@ -106,6 +112,7 @@ def write_edits(root: Path, ports: tuple[str, str]) -> Path:
         f"    acl long_head req.hdrs,length gt {MAX_HEADER_BYTES}\n"
         f"    acl long_head req.fhdr_cnt gt {MAX_HEADER_FIELDS}\n"
         f"    http-request return status 431 content-type application/json file {too_large} if long_head\n"
+        "    http-response del-header server\n"
         # The gateway answers errors in JSON alone: plain text is Ray's, of a request that never reached it.
         "    acl from_ray res.hdr(content-type) -m beg text/plain\n"
         "    http-response deny deny_status 400 if { status 400 } from_ray\n"
@@ -133,7 +140,7 @@ def own_errors() -> dict[int, bytes]:
     return {
         status: _http(error)
         for status, error in {
-            400: ApiError("invalid_request", "This is not a valid HTTP request."),
+            400: ApiError("invalid_request", "This is not a valid HTTP request, or its sender left."),
             404: errors.not_found(),
             408: errors.request_timeout(),
             500: errors.internal_error(),

@@ -29,10 +29,12 @@ def idempotency_key(connection: Connection, stream: bool) -> str | None:
     if not keys:
         return None
     if len(keys) > 1:
-        raise invalid_request("Idempotency-Key: must be sent once.")
+        raise invalid_request("Idempotency-Key: must be sent once.", "Idempotency-Key")
     [key] = keys
     if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
-        raise invalid_request(f"Idempotency-Key: must have 1 to {MAX_KEY_CHARACTERS} characters.")
+        raise invalid_request(
+            f"Idempotency-Key: must have 1 to {MAX_KEY_CHARACTERS} characters.", "Idempotency-Key"
+        )
     if stream:
         raise invalid_request("stream: a streamed answer cannot be repeated by an Idempotency-Key.", "stream")
     return key

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from starlette.datastructures import Headers
 
 from policies.tickets import Grant, Refusal, ServiceClass, Ticket
 from serve_app.api.errors import ApiError, invalid_request
@@ -60,7 +61,7 @@ class Targets:
         return None if grant.predicted_ttft_ms is None else "admitted"
 
 
-def read_targets(headers: Mapping[str, str], tier: Tier, tenant: Tenant, itl_ms: float | None) -> Targets:
+def read_targets(headers: Headers, tier: Tier, tenant: Tenant, itl_ms: float | None) -> Targets:
     """Targets from the x-slo headers and `service_tier`. Raises ApiError 400."""
     name = "default" if tier == "auto" else tier
     if name not in tenant.service_tiers:
@@ -95,10 +96,13 @@ def elapsed_when_asked(now_ms: float, asked_at: float) -> float:
     return now_ms - (time.monotonic() - asked_at) * 1e3
 
 
-def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    if text is None:
+def _milliseconds(headers: Headers, name: str) -> float | None:
+    sent = headers.getlist(name)
+    if not sent:
         return None
+    if len(sent) > 1:
+        raise invalid_request(f"{name}: must be sent once.", name)
+    [text] = sent
     value = float(text) if _NUMBER.fullmatch(text.strip()) else 0.0
     if not 0.0 < value <= MAX_TARGET_MS:
         raise invalid_request(

@@ -158,11 +158,11 @@ class TenantDirectory:
 
     def cache_namespace(self, tenant: Tenant) -> str:
         """The prefix-cache namespace of a tenant: its own, or the one of all tenants that chose to share."""
-        return self._hasher.cache_salt("+shared" if tenant.shared_prefix_cache else tenant.id)
+        return self._hasher.cache_salt("+shared" if tenant.shared_prefix_cache else _only(tenant))
 
-    def request_digest(self, content: bytes) -> str:
-        """What may be kept of a request in order to know it again."""
-        return self._hasher.request_digest(content)
+    def request_digest(self, tenant: Tenant, content: bytes) -> str:
+        """What may be kept of something that a tenant sent in order to know it again."""
+        return self._hasher.request_digest(_only(tenant).encode() + b"\0" + content)
 
     def _build(self) -> _Snapshot:
         merged = {**self._base, **self._managed}
@@ -189,3 +189,8 @@ class TenantDirectory:
                 tenant, key.id, key.routes, key.limits, key.expires_at
             )
         return _Snapshot(by_id, by_digest, unusable)
+
+
+def _only(tenant: Tenant) -> str:
+    """Names this tenant and no other, not even one that had its id and was deleted."""
+    return f"{tenant.id}+{tenant.generation}" if tenant.generation else tenant.id

@@ -136,7 +136,8 @@ class Tenant(_Model):
 
     A request must fit `limits`, those of its model and those of its class. `api_keys` is filled in the
     config only: the directory keeps hashes and hands out tenants without keys. A disabled tenant's keys are
-    treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used. With
+    treated as unknown. `deleted` marks one that was removed at run time, so that the config's is not used;
+    `generation` counts how many of this id were before this one. With
     `shared_prefix_cache` its prompts use cached prefixes of all tenants that have set it: each of them can tell
     from the time to a first token whether another sent the same beginning. `service_tiers` are those that its
     requests may ask for. One whose deadline cannot be promised is refused, or demoted: it goes on as batch work.
@@ -151,6 +152,7 @@ class Tenant(_Model):
     enabled: bool = True
     deleted: bool = False
     demo: bool = False
+    generation: Annotated[int, Field(ge=0)] = 0
     shared_prefix_cache: bool = False
     models: _Names | None = None
     limits: Limits = Limits()

@@ -58,7 +58,8 @@ def load_json(raw: bytes) -> Any:
     except JsonError as error:
         raise JsonError(str(error), _flawed_member(text)) from None
     except json.JSONDecodeError as error:
-        raise JsonError(f"The request body is not valid JSON: {error.msg} at position {error.pos}.") from None
+        what = error.msg.removesuffix(" at")
+        raise JsonError(f"The request body is not valid JSON: {what} at position {error.pos}.") from None
     return value
 
 

@@ -74,13 +74,14 @@ class ToolCall(Body):
 class ChatMessage(Body):
     """One message. Parts are joined without a separator: the same text gives the same tokens in either form.
 
-    `content` is None only beside tool calls.
+    `content` is None only beside tool calls. An assistant's `refusal`, as a field or as a part, is what it said.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None, WithJsonSchema({"anyOf": [_TEXT, _many(_TEXT_PART, None, 1), {"type": "null"}]})
     ] = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -98,7 +99,9 @@ class ChatMessage(Body):
     def _complete(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             refuse("tool_calls", "belongs to messages of role 'assistant'")
-        if self.content is None and not self.tool_calls:
+        if self.refusal and self.role != "assistant":
+            refuse("refusal", "belongs to messages of role 'assistant'")
+        if self.content is None and not self.tool_calls and not self.refusal:
             refuse("content", "is required (only an assistant message with tool_calls may leave it out)")
         return self
 
@@ -107,7 +110,7 @@ class ChatMessage(Body):
         arguments are objects where they parse as such."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
         }
         if self.name is not None:
             message["name"] = self.name
@@ -295,11 +298,12 @@ class CompletionRequest(_GenerationRequest):
 def _text_of_part(part: Any, at: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         refuse(at, "must be an object with a type")
-    if part["type"] != "text":
-        refuse(at, f"is of type {quote(part['type'])}: only parts of type 'text' are supported")
-    if not isinstance(part.get("text"), str):
-        refuse(f"{at}.text", "must be a string")
-    return str(part["text"])
+    kind = part["type"]
+    if kind not in ("text", "refusal"):
+        refuse(at, f"is of type {quote(kind)}: only parts of type 'text' are supported")
+    if not isinstance(part.get(kind), str):
+        refuse(f"{at}.{kind}", "must be a string")
+    return str(part[kind])
 
 
 def _check_ids(ids: list[Any], at: str) -> None:

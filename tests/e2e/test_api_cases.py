@@ -264,6 +264,8 @@ PART = [{"type": "text", "text": "Hello"}]
         ],
         [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *HELLO],
         [*HELLO, {"role": "assistant", "content": "the end"}],
+        [*HELLO, {"role": "assistant", "content": None, "refusal": "I cannot help."}, *HELLO],
+        [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}, *HELLO],
     ],
 )
 def test_A22_legal_conversations(stub: Any, messages: list[Any]) -> None:
@@ -293,6 +295,7 @@ def test_A22_text_and_parts_are_the_same(stub: Any, role: str) -> None:
         ([*HELLO, {"role": "user", "content": [*PART, {"type": "input_audio"}]}], "messages[1].content[1]"),
         ("Hello", "messages"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "refusal": "no"}], "messages[0].refusal"),
     ],
 )
 def test_A22_conversations_that_are_none(stub: Any, messages: Any, param: str) -> None:

@@ -175,6 +175,14 @@ def test_wrong_content_type(stub: Any, headers: dict[str, str]) -> None:
     assert error_of(answer)["code"] == "unsupported_media_type"
 
 
+@pytest.mark.parametrize("parameters", ["", ";", "; charset=utf8;", ';CHARSET="UTF-8"', "; profile=x"])
+def test_content_types_that_mean_json(stub: Any, parameters: str) -> None:
+    with stub.http() as client:
+        headers = {"Content-Type": f"Application/JSON{parameters}"}
+        answer = client.post("/tokenize", content=b'{"model": "default", "prompt": "x"}', headers=headers)
+    assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_body_too_large(stub: Any, declared: bool) -> None:
     body = b'{"model": "default", "prompt": "' + b"x" * (4 << 20) + b'"}'
@@ -194,6 +202,7 @@ def test_wrong_method(stub: Any, method: str, path: str) -> None:
         answer = client.request(method, path)
     assert answer.status_code == 405
     assert error_of(answer)["code"] == "method_not_allowed"
+    assert method not in answer.headers["allow"] and answer.headers["allow"]
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/docs", "/redoc"])

@@ -97,6 +97,7 @@ def test_F02_a_request_to_upgrade_is_a_request_like_any_other(stub: Any) -> None
         answer = raw(stub, f"{line} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
         assert answer.split()[1] == status, (line, answer)
         assert b'"error"' in answer or b"content-length" in answer
+    assert raw(stub, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)).split()[1] == b"400"
 
 
 NAME = b"X-Request-Id: "
@@ -204,6 +205,7 @@ def test_F04_errors_repeat_no_key(stub: Any) -> None:
             answers.add(answer.content)
             shown = answer.text + str(answer.headers)
             assert key[:12] not in shown and "hash" not in shown.lower()
+            assert "server" not in answer.headers
     assert len(answers) == 1
 
 

@@ -418,6 +418,7 @@ def test_loopback(host: str, expected: bool) -> None:
             {"tenants": [{"id": "a", "model_limits": {"x": {}}}]},
             "model_limits of tenant 'a': 'x' is not a model id",
         ),
+        ({"tenants": [{"id": "a", "models": ["x"]}]}, "models of tenant 'a': 'x' is not a model id"),
         (
             {"tenants": [{"id": "a", "limits": {"cost_per_day": 1.5}}]},
             "tenant 'a' has a budget in cost, and prices has no 'smollm2",

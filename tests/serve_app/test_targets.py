@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.api.errors import ApiError
@@ -19,12 +20,12 @@ TENANT = Tenant(id="a")
 
 
 def test_headers_and_tier_become_targets() -> None:
-    headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "40.5", "x-slo-deadline-ms": " 9000 "}
+    headers = Headers({"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "40.5", "x-slo-deadline-ms": " 9000 "})
     strict = read_targets(headers, "priority", TENANT, 30.0)
     assert strict == Targets("interactive", 250.0, 40.5, 9000.0, 30.0, demotable=False)
-    soft = read_targets({}, "auto", Tenant(id="b", unattainable_deadline="demote"), None)
+    soft = read_targets(Headers(), "auto", Tenant(id="b", unattainable_deadline="demote"), None)
     assert soft == Targets("default", demotable=True) and not soft.has_deadline
-    assert read_targets({}, "flex", TENANT, None).service_class == "batch"
+    assert read_targets(Headers(), "flex", TENANT, None).service_class == "batch"
 
 
 @pytest.mark.parametrize(
@@ -32,16 +33,18 @@ def test_headers_and_tier_become_targets() -> None:
 )
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"])
 def test_a_target_that_is_no_number_of_milliseconds_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        read_targets({name: value}, "auto", TENANT, None)
-    assert (refused.value.status, refused.value.param) == (400, name)
+    for values in ([value], ["5", "6"]):
+        headers = Headers(raw=[(name.encode(), value.encode()) for value in values])
+        with pytest.raises(ApiError) as refused:
+            read_targets(headers, "auto", TENANT, None)
+        assert (refused.value.status, refused.value.param) == (400, name)
 
 
 def test_a_tier_that_is_not_open_is_refused_by_name() -> None:
     tenant = Tenant(id="a", service_tiers=("default", "flex"))
-    assert read_targets({}, "auto", tenant, None).service_class == "default"
+    assert read_targets(Headers(), "auto", tenant, None).service_class == "default"
     with pytest.raises(ApiError, match=r"'priority'.*default, flex") as refused:
-        read_targets({}, "priority", tenant, None)
+        read_targets(Headers(), "priority", tenant, None)
     assert (refused.value.status, refused.value.param) == (400, "service_tier")
 
 
