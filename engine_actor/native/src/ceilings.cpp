@@ -51,7 +51,7 @@ extern "C" {
 void evenhand_ceilings(const char* memory, int64_t size, double* bf16_operations, double* int8_operations,
                        double* bytes, int32_t threads) {
     std::atomic<double> pairs_rate{0.0}, quads_rate{0.0}, bytes_rate{0.0};
-    run_team(threads, 3, [&](Team& team) {
+    run_team(threads, [&](Team& team) {
         const int64_t part = size / team.size;
         const pairs pair = set_pair(0x3c003c00u);
         const quads quad = set_quad(0x01010101u);

@@ -84,16 +84,21 @@ inline f32 first_lanes(f32 a, int count, f32 other) {
     return {_mm256_blendv_ps(other.low, a.low, _mm256_castsi256_ps(lanes_below(count))),
             _mm256_blendv_ps(other.high, a.high, _mm256_castsi256_ps(lanes_below(count - 8)))};
 }
-// value = max(value, x), and where x was higher, column = that lane's column, `first` for the first lane.
+// value = max(value, x), and column that of the lane, `first` for the first one; of equal ones the lower, whichever came
+// before.
 inline void keep_higher(float* value, int32_t* column, f32 x, int first) {
     const __m256 parts[2] = {x.low, x.high};
     for (int i = 0; i < 2; i++) {
         const __m256 before = _mm256_loadu_ps(value + 8 * i);
         const __m256 higher = _mm256_cmp_ps(parts[i], before, _CMP_GT_OQ);
+        const __m256 equal = _mm256_cmp_ps(parts[i], before, _CMP_EQ_OQ);
         const __m256i columns =
             _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first + 8 * i));
-        _mm256_storeu_ps(value + 8 * i, _mm256_blendv_ps(before, parts[i], higher));
-        _mm256_maskstore_epi32(column + 8 * i, _mm256_castps_si256(higher), columns);
+        const __m256i columns_before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(column + 8 * i));
+        const __m256i lower = _mm256_cmpgt_epi32(columns_before, columns);
+        const __m256 kept = _mm256_or_ps(higher, _mm256_and_ps(equal, _mm256_castsi256_ps(lower)));
+        _mm256_storeu_ps(value + 8 * i, _mm256_blendv_ps(before, parts[i], kept));
+        _mm256_maskstore_epi32(column + 8 * i, _mm256_castps_si256(kept), columns);
     }
 }
 

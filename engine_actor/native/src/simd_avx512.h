@@ -39,12 +39,17 @@ inline float total(f32 a) { return _mm512_reduce_add_ps(a); }
 // The first `count` lanes of a, `other` in the rest.
 inline f32 first_lanes(f32 a, int count, f32 other) { return _mm512_mask_mov_ps(other, below(count), a); }
 
-// value = max(value, x), and where x was higher, column = that lane's column, `first` for the first lane.
+// value = max(value, x), and column that of the lane, `first` for the first one; of equal ones the lower, whichever came
+// before.
 inline void keep_higher(float* value, int32_t* column, f32 x, int first) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 higher = _mm512_cmp_ps_mask(x, load(value), _CMP_GT_OQ);
-    _mm512_mask_storeu_ps(value, higher, x);
-    _mm512_mask_storeu_epi32(column, higher, _mm512_add_epi32(lanes, _mm512_set1_epi32(first)));
+    const __m512i columns = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
+    const __m512 before = load(value);
+    const __mmask16 equal = _mm512_cmp_ps_mask(x, before, _CMP_EQ_OQ);
+    const __mmask16 lower = _mm512_mask_cmplt_epi32_mask(equal, columns, _mm512_loadu_si512(column));
+    const __mmask16 kept = _mm512_cmp_ps_mask(x, before, _CMP_GT_OQ) | lower;
+    _mm512_mask_storeu_ps(value, kept, x);
+    _mm512_mask_storeu_epi32(column, kept, columns);
 }
 
 inline f32 load_bf16(const bf16* p) {

@@ -5,14 +5,14 @@ extern "C" {
 
 void evenhand_gemm(const Activations* x, int32_t rows, const Weight* weight, Epilogue epilogue, void* out,
                    const float* bias, int32_t threads) {
-    run_team(threads, 1, [&](Team& team) { gemm(team, *x, rows, *weight, {epilogue, out, bias}); });
+    run_team(threads, [&](Team& team) { gemm(team, *x, rows, *weight, {epilogue, out, bias}); });
 }
 
 // The highest column of each row; best is room for [threads, rows].
 void evenhand_highest(const Activations* x, int32_t rows, const Weight* weight, Best* best, int32_t* highest,
                       int32_t threads) {
     for (int i = 0; i < rows * threads; i++) best[i].clear();
-    run_team(threads, 1, [&](Team& team) { gemm(team, *x, rows, *weight, {Epilogue::best, best}); });
+    run_team(threads, [&](Team& team) { gemm(team, *x, rows, *weight, {Epilogue::best, best}); });
     for (int i = 0; i < rows; i++) highest[i] = best_column(best + i, threads, rows);
 }
 
@@ -43,7 +43,7 @@ void evenhand_rope_store(const Heads* heads, const HeadNorms* norms, const float
 void evenhand_attention(const Step* step, const Heads* heads, int32_t window, float scale, const bf16* q, bf16* keys,
                         bf16* values, AttentionTask* tasks, bf16* out, int32_t threads) {
     const int count = attention_tasks(*step, tasks);
-    run_team(threads, 1, [&](Team& team) {
+    run_team(threads, [&](Team& team) {
         attention(team, *step, tasks, count, *heads, window, scale, q, {keys, values}, out);
     });
 }

@@ -46,8 +46,6 @@ namespace {
 // The parts of a step whose time is counted.
 enum class Part { linear, attention, pointwise, lm_head };
 
-constexpr int LAYER_PHASES = 12, OTHER_PHASES = 5;
-
 // Adds the time between its calls to parts of the step, in the first thread.
 class Clock {
 public:
@@ -249,7 +247,6 @@ void evenhand_step(const Model* model, const Step* step, char* workspace, const 
     Workspace space{workspace};
     const Buffers buffers(*model, step->num_tokens, step->num_rows, step->num_logits, threads, space);
     const int tasks = attention_tasks(*step, buffers.tasks);
-    run_team(threads, model->num_layers * LAYER_PHASES + OTHER_PHASES,
-             [&](Team& team) { Walk(team, *model, *step, buffers, tasks, *result).run(); });
+    run_team(threads, [&](Team& team) { Walk(team, *model, *step, buffers, tasks, *result).run(); });
 }
 }
