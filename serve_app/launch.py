@@ -69,6 +69,7 @@ def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
         config = load_config(path).override(**asdict(overrides))
         require_sources(config)
         require_free(config.host, config.port)
+        require_writable(config.settings.data_path(config.port))
         set_defaults(port_variables(exclude=config.port))
         install_haproxy(root)
         _Instance(path, overrides, config, root, echo, signals).run()
@@ -96,6 +97,16 @@ def require_free(host: str, port: int) -> None:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     if not free:
         raise LaunchError(f"{host}:{port} is in use; choose another port with --port")
+
+
+def require_writable(data_dir: Path) -> None:
+    """Make the directory. Raise LaunchError unless files can be written there."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        raise LaunchError(f"data_dir: cannot write below {data_dir}: {error.strerror or error}") from error
 
 
 def base_url(config: ServeConfig) -> str:
@@ -182,9 +193,12 @@ class _Instance:
 
     def _start_redis(self, stack: contextlib.ExitStack) -> None:
         if self._config.settings.redis_url is None:
-            from tenancy.embedded_redis import EmbeddedRedis
+            from tenancy.embedded_redis import EmbeddedRedis, RedisServerError
 
-            redis = stack.enter_context(EmbeddedRedis(self._data_dir / "redis"))
+            try:
+                redis = stack.enter_context(EmbeddedRedis(self._data_dir / "redis"))
+            except RedisServerError as error:
+                raise LaunchError(str(error)) from error
             os.environ[REDIS_URL_VARIABLE] = redis.url
 
     def _start_ray(self) -> None:

@@ -125,7 +125,7 @@ class EmbeddedRedis:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     raise RedisServerError(
-                        f"{self._dir} is in use by another running instance; each instance needs its own"
+                        f"{self._dir} is in use by another running instance; each needs a data_dir of its own"
                     ) from None
                 time.sleep(0.05)
 

@@ -14,7 +14,7 @@ import pytest
 
 from serve_app import launch, ray_environment
 from serve_app.config_file import ServeConfig, load_config
-from serve_app.launch import LaunchError, base_url, first_cause, ready_message, require_free
+from serve_app.launch import LaunchError, base_url, first_cause, ready_message, require_free, require_writable
 from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
@@ -44,6 +44,14 @@ def test_a_port_in_use_is_not_free(listening: int) -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.99:8000: "):
         require_free("192.0.2.99", 8000)
+
+
+def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "data")
+    assert list((tmp_path / "new" / "data").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"data_dir: cannot write below .*/file/data: Not a directory"):
+        require_writable(tmp_path / "file" / "data")
 
 
 def test_ports_are_distinct_free_and_not_the_http_port() -> None:
