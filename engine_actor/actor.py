@@ -2,6 +2,7 @@
 
 The event loop stays free: loading happens in a thread, steps in the loop's own. Whoever owns the actor renews its
 lease; without an owner it ends itself. Gateways renew a lease on their requests; without it those are aborted.
+Ray's calls find the engine and open its channels; requests, rows and reports travel over sockets.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import ray
 
 from engine_actor.build import EngineOptions, build_engine, model_length
 from engine_actor.calibration import calibrate
+from engine_actor.channel_messages import Key, StepMessage
 from engine_actor.executor import ExecutorInfo, GraphCounters
+from engine_actor.gateways import Gateways, NotTakenError
 from engine_actor.loop import EngineLoop, StepOutcome
-from engine_actor.report import engine_report, same_load, untold_service, with_events_of
-from engine_actor.request import EngineRequest, StepMessage, StreamRow
+from engine_actor.message_socket import MessageAddress, MessageConnection, MessageServer
+from engine_actor.report import engine_report, pack_report, same_load, untold_service, with_events_of
+from engine_actor.request import EngineRequest, StreamRow
 from engine_actor.scheduler import Scheduler
 from engine_actor.stats import EngineStats, EngineStatsSnapshot
 from engine_actor.step_control import StepControl
-from engine_actor.step_socket import StepAddress, StepServer
 from policies.tickets import EngineReport
 
 logger = logging.getLogger(__name__)
 
 OWNER_LEASE_SECONDS = 15.0
-REQUEST_LEASE_SECONDS = 10.0
 STALL_SECONDS = 30.0
 """An engine with work that makes no progress for this long is unhealthy. Longer than any sane step on a CPU."""
 
@@ -41,15 +44,14 @@ REPORT_SECONDS = 0.02
 
 _TICK_SECONDS = 1.0
 
-Key = tuple[str, int]
 EngineState = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
-class StaleEpochError(RuntimeError):
-    """The caller speaks for a fair queue, or to an engine, that has been replaced."""
+class StaleEpochError(NotTakenError):
+    """The caller speaks for a fair queue that has been replaced."""
 
 
-class EngineNotReadyError(RuntimeError):
+class EngineNotReadyError(NotTakenError):
     """The engine is still loading, is draining or has failed."""
 
 
@@ -84,15 +86,6 @@ class Heartbeat:
     detail: str = ""
 
 
-@dataclass
-class _GatewayLease:
-    """One connected gateway: its outbox and the requests it answers for."""
-
-    renewed_at: float
-    outbox: asyncio.Queue[StepMessage | None] = field(default_factory=asyncio.Queue)
-    live: dict[Key, float] = field(default_factory=dict)  # request -> lease expiry
-
-
 class EngineActor:
     """One engine. Every method is called on the actor's event loop; the step loop runs in a thread of its own."""
 
@@ -111,11 +104,10 @@ class EngineActor:
         self._draining = False
         self._owner: str | None = None
         self._owner_renewed = time.monotonic()
-        self._gateways: dict[str, _GatewayLease] = {}
-        self._gateway_of: dict[Key, str] = {}
-        self._steps = StepServer(self.stream)
+        self._server = MessageServer()
+        self._gateways = Gateways(self.submit, self.abort)
         self._queue_epoch = 0
-        self._report_queue: asyncio.Queue[EngineReport] | None = None
+        self._report_queue: asyncio.Queue[EngineReport | None] | None = None
         self._last_report: EngineReport | None = None
         self._cached_pages: set[int] = set()  # as of the last report
 
@@ -151,7 +143,7 @@ class EngineActor:
 
     async def is_idle(self) -> bool:
         """No request is live here."""
-        return not self._gateway_of
+        return not self._gateways.live_requests
 
     async def release(self, owner: str) -> None:
         """The owner gives the engine up: it ends at once."""
@@ -222,14 +214,7 @@ class EngineActor:
                     "nobody has owned engine %s for %.0f s: it ends", self._spec.name, OWNER_LEASE_SECONDS
                 )
                 _exit_process()
-            for name, gateway in list(self._gateways.items()):
-                for key in [key for key, expiry in gateway.live.items() if expiry < now]:
-                    logger.warning("request %s lost its gateway: aborted", key[0])
-                    self._abort(key)
-                    del gateway.live[key]
-                if now - gateway.renewed_at > REQUEST_LEASE_SECONDS and not gateway.live:
-                    gateway.outbox.put_nowait(None)
-                    del self._gateways[name]
+            self._gateways.expire(now)
 
     async def describe(self) -> EngineDescription:
         """Raises EngineNotReadyError while the engine loads."""
@@ -239,85 +224,42 @@ class EngineActor:
 
     # Requests -------------------------------------------------------------------------------------------------
 
-    async def submit(self, gateway: str, requests: list[EngineRequest]) -> None:
-        """Take requests; a (request, attempt) taken before is ignored.
+    async def open_channel(self, gateway: str) -> MessageAddress:
+        """Where the gateway hands requests over and reads their rows. Raises OSError, EngineNotReadyError."""
+        await self.describe()
+        return await self._server.admit(
+            f"gateway {gateway}", _host(), lambda connection: self._gateways.accept(connection, self._hello())
+        )
+
+    def submit(self, requests: list[EngineRequest]) -> None:
+        """Take requests, all or none; a (request, attempt) taken before is ignored.
 
         Raises StaleEpochError when the grant came from an older fair queue, EngineNotReadyError when the engine does
         not serve.
         """
-        engine_loop = self._engine_loop
-        if engine_loop is None or self._failure is not None:
+        if self._engine_loop is None or self._failure is not None:
             raise EngineNotReadyError(f"engine {self._spec.name} is not serving")
-        lease = self._lease(gateway)
+        oldest = min([request.queue_epoch for request in requests])
+        if oldest < self._queue_epoch:
+            raise StaleEpochError(f"queue epoch {oldest} is older than {self._queue_epoch}")
         for request in requests:
-            if request.queue_epoch < self._queue_epoch:
-                raise StaleEpochError(f"queue epoch {request.queue_epoch} is older than {self._queue_epoch}")
-            key = (request.request, request.attempt)
-            if key not in self._gateway_of:
-                self._gateway_of[key] = gateway
-                lease.live[key] = time.monotonic() + REQUEST_LEASE_SECONDS
-            engine_loop.submit(request)
+            self._engine_loop.submit(request)
 
-    async def abort(self, keys: list[Key]) -> None:
-        """End requests early; each gets a last row with reason "abort"."""
-        for key in keys:
-            self._abort(key)
-
-    async def renew_requests(self, gateway: str, keys: list[Key]) -> None:
-        """Renew the lease of a gateway's live requests, and of the gateway itself."""
-        lease = self._lease(gateway)
-        expiry = time.monotonic() + REQUEST_LEASE_SECONDS
-        for key in keys:
-            if key in lease.live:
-                lease.live[key] = expiry
-
-    async def open_stream(self, gateway: str) -> StepAddress:
-        """Where the gateway can read its streams. Raises OSError."""
-        self._lease(gateway)
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return await self._steps.admit(gateway, host)
-
-    async def stream(self, gateway: str) -> AsyncGenerator[bytes, None]:
-        """All streams of one gateway, one packed StepMessage per step. A later call takes over from an earlier one.
-
-        Gateways read it from the address that `open_stream` names.
-        """
-        lease = self._lease(gateway)
-        outbox: asyncio.Queue[StepMessage | None] = asyncio.Queue()
-        old, lease.outbox = lease.outbox, outbox
-        while not old.empty():
-            outbox.put_nowait(old.get_nowait())
-        old.put_nowait(None)
-        yield StepMessage(self._spec.name, self.epoch, 0, time.time_ns()).pack()
-        while (message := await outbox.get()) is not None:
-            yield message.pack()
-
-    def _lease(self, gateway: str) -> _GatewayLease:
-        lease = self._gateways.get(gateway)
-        if lease is None:
-            lease = self._gateways[gateway] = _GatewayLease(time.monotonic())
-        lease.renewed_at = time.monotonic()
-        return lease
-
-    def _abort(self, key: Key) -> None:
+    def abort(self, key: Key) -> None:
+        """End a request early, if it is there."""
         if self._engine_loop is not None:
             self._engine_loop.abort(*key)
 
+    def _hello(self) -> StepMessage:
+        return StepMessage(self._spec.name, self.epoch, 0, time.time_ns())
+
     def _dispatch(self, outcome: StepOutcome, report: EngineReport, wall_time_ns: int) -> None:
-        """Sort the rows of a step by gateway and put one message into each outbox."""
-        by_gateway: dict[str, list[StreamRow]] = {}
-        for row in outcome.rows:
-            key = (row.request, row.attempt)
-            name = self._gateway_of.get(key) if row.finish_reason is None else self._gateway_of.pop(key, None)
-            gateway = self._gateways.get(name) if name is not None else None
-            if name is None or gateway is None:
-                continue
-            if row.finish_reason is not None:
-                gateway.live.pop(key, None)
-            by_gateway.setdefault(name, []).append(row)
-        for name, rows in by_gateway.items():
-            message = StepMessage(self._spec.name, self.epoch, report.step, wall_time_ns, tuple(rows))
-            self._gateways[name].outbox.put_nowait(message)
+        """Send the rows of a step to their gateways, and its report to the fair queue."""
+
+        def message(rows: tuple[StreamRow, ...]) -> StepMessage:
+            return StepMessage(self._spec.name, self.epoch, report.step, wall_time_ns, rows)
+
+        self._gateways.dispatch(outcome.rows, message)
         self._last_report = report
         self._cached_pages.difference_update(report.page_hashes_removed)
         self._cached_pages.update(report.page_hashes_added)
@@ -330,7 +272,29 @@ class EngineActor:
         """The highest fair-queue epoch this engine has accepted."""
         return self._queue_epoch
 
-    async def reports(self, queue_epoch: int) -> AsyncIterator[EngineReport]:
+    async def open_reports(self, queue_epoch: int) -> MessageAddress:
+        """Where the fair queue of this epoch can read its reports. Raises StaleEpochError like `reports`, OSError."""
+        if queue_epoch <= self._queue_epoch:
+            raise StaleEpochError(f"queue epoch {queue_epoch} is not above {self._queue_epoch}")
+
+        def accept(connection: MessageConnection) -> None:
+            sending = asyncio.create_task(self._send_reports(queue_epoch, connection))
+            connection.on_lost = sending.cancel
+
+        return await self._server.admit("fair queue", _host(), accept)
+
+    async def _send_reports(self, queue_epoch: int, connection: MessageConnection) -> None:
+        try:
+            async with aclosing(self.reports(queue_epoch)) as reports:
+                async for report in reports:
+                    connection.send(pack_report(report))
+                    await connection.drained()  # one that lags gets fewer, and misses no event
+        except StaleEpochError:
+            pass  # a newer one has come first
+        finally:
+            connection.close()
+
+    async def reports(self, queue_epoch: int) -> AsyncGenerator[EngineReport, None]:
         """Reports to the fair queue of the highest epoch: after every step that changes what decides an entry, else
         with the first step after REPORT_SECONDS, and twice a second when idle.
 
@@ -339,33 +303,38 @@ class EngineActor:
         if queue_epoch <= self._queue_epoch:
             raise StaleEpochError(f"queue epoch {queue_epoch} is not above {self._queue_epoch}")
         self._queue_epoch = queue_epoch
-        queue: asyncio.Queue[EngineReport] = asyncio.Queue()
-        self._report_queue = queue
+        queue: asyncio.Queue[EngineReport | None] = asyncio.Queue()
+        older, self._report_queue = self._report_queue, queue
+        if older is not None:
+            older.put_nowait(None)
         sent, sent_at = None, 0.0
         told: dict[str, float] = {}
         held: EngineReport | None = None
-        if self._last_report is not None:
-            all_pages = tuple(self._cached_pages)
-            first = replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
-            yield untold_service(first, told)
-        while self._report_queue is queue:
-            report = await queue.get()
-            if held is not None:
-                report, held = with_events_of(held, report), None
-            while not queue.empty():  # a reader that lags gets the newest state and misses no event
-                report = with_events_of(report, queue.get_nowait())
-            now = time.monotonic()
-            if sent is not None and now - sent_at < REPORT_SECONDS and same_load(sent, report):
-                held = report
-                continue
-            sent, sent_at = report, now
-            yield untold_service(report, told)
+        try:
+            if self._last_report is not None:
+                all_pages = tuple(self._cached_pages)
+                first = replace(self._last_report, page_hashes_added=all_pages, page_hashes_removed=())
+                yield untold_service(first, told)
+            while self._report_queue is queue and (report := await queue.get()) is not None:
+                if held is not None:
+                    report, held = with_events_of(held, report), None
+                while not queue.empty() and (newer := queue.get_nowait()) is not None:
+                    report = with_events_of(report, newer)  # what is old by now is not told, its events are
+                now = time.monotonic()
+                if sent is not None and now - sent_at < REPORT_SECONDS and same_load(sent, report):
+                    held = report
+                    continue
+                sent, sent_at = report, now
+                yield untold_service(report, told)
+        finally:
+            if self._report_queue is queue:
+                self._report_queue = None
 
     async def stats(self) -> EngineStatsSnapshot:
         """Counters for metrics."""
         snapshot = replace(
             self._stats.snapshot(time.monotonic()),
-            live_requests=len(self._gateway_of),
+            live_requests=self._gateways.live_requests,
             tasks=len(asyncio.all_tasks()),
         )
         scheduler = self._scheduler
@@ -417,6 +386,12 @@ class EngineActor:
         return engine_report(
             self._spec.name, self._scheduler, self._control, accepted=accepted, draining=self._draining
         )
+
+
+def _host() -> str:
+    """The address of this machine inside the cluster: loopback where it is the only one."""
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return host
 
 
 def _exit_process(code: int = 0) -> None:

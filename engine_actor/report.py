@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from engine_actor.executor import PAGE_SIZE
+from engine_actor.message_socket import fields_of, pack, unpack
 from engine_actor.scheduler import Scheduler
 from engine_actor.step_control import StepControl
+from policies.latency_model import StepEstimate
 from policies.memory import estimate_peak_tokens
 from policies.tickets import EngineReport
 
@@ -79,6 +82,18 @@ def with_events_of(older: EngineReport, newer: EngineReport) -> EngineReport:
         page_hashes_added=tuple(set(older.page_hashes_added) - removed | added),
         page_hashes_removed=tuple(set(older.page_hashes_removed) - added | removed),
     )
+
+
+def pack_report(report: EngineReport) -> bytes:
+    """A report for the way to the fair queue."""
+    return pack(fields_of(report))
+
+
+def unpack_report(data: bytes) -> EngineReport:
+    """The report of `pack_report`."""
+    report = EngineReport(*unpack(data))
+    estimate: Any = report.step_estimate
+    return report if estimate is None else replace(report, step_estimate=StepEstimate(*estimate))
 
 
 def same_load(older: EngineReport, newer: EngineReport) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
-
-import msgpack  # type: ignore[import-untyped]
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -117,66 +115,3 @@ class StreamRow(NamedTuple):
     timings: RequestTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepMessage:
-    """One message per engine step and gateway (engine -> gateway): every stream of that gateway in it.
-
-    `wall_time_ns` is the engine's wall clock when the step ended: the anchor for spans, never for decisions.
-    """
-
-    engine: str
-    engine_epoch: int
-    step: int
-    wall_time_ns: int
-    rows: tuple[StreamRow, ...] = field(default=())
-
-    def pack(self) -> bytes:
-        """In MessagePack, rows without the fields that are mostly empty."""
-        rows = [row[:3] if row[3:] == _MOSTLY_EMPTY else tuple(row) for row in self.rows]
-        packed: bytes = msgpack.packb(
-            (self.engine, self.engine_epoch, self.step, self.wall_time_ns, rows), default=_fields
-        )
-        return packed
-
-    @staticmethod
-    def unpack(data: bytes) -> StepMessage:
-        """The message of `pack`."""
-        engine, engine_epoch, step, wall_time_ns, rows = msgpack.unpackb(data, use_list=False)
-        return StepMessage(
-            engine,
-            engine_epoch,
-            step,
-            wall_time_ns,
-            tuple([StreamRow(*row) if len(row) == 3 else _row(*row) for row in rows]),
-        )
-
-
-_MOSTLY_EMPTY = StreamRow("", 0, ())[3:]
-
-
-def _fields(record: Any) -> tuple[Any, ...]:
-    return tuple(getattr(record, each.name) for each in fields(record))
-
-
-def _row(
-    request: str,
-    attempt: int,
-    token_ids: tuple[int, ...],
-    finish_reason: FinishReason | None,
-    error: str | None,
-    usage: tuple[int, ...] | None,
-    timings: tuple[Any, ...] | None,
-    *logprobs: tuple[tuple[Any, ...], ...],
-) -> StreamRow:
-    return StreamRow(
-        request,
-        attempt,
-        token_ids,
-        finish_reason,
-        error,
-        RequestUsage(*usage) if usage else None,
-        RequestTimings(*timings) if timings else None,
-        *(tuple([TokenLogprob(*one) for one in each]) for each in logprobs),
-    )

@@ -21,9 +21,10 @@ from engine_actor.build import STUB_MODEL_LEN
 from serve_app.client_address import HAPROXY_VARIABLE, ClientAddresses
 from serve_app.engine import engine_deployment, engine_recipes
 from serve_app.exposure import is_loopback, refuse_demo_keys
-from serve_app.fair_queue import FairQueueSpec, fair_queue_deployment, fair_queue_recipe
+from serve_app.fair_queue import FairQueueSpec
 from serve_app.gateway import GatewayApp
 from serve_app.pool import ModelPool
+from serve_app.queue_owner import fair_queue_deployment, fair_queue_recipe
 from serve_app.redis_owner import redis_deployment
 from serve_app.settings import AppSettings, ModelSettings, parse_args, parse_user_config
 from serve_app.telemetry.access_log import AccessLog
@@ -124,7 +125,7 @@ class Gateway:
         self._gateway.directory.update(tenants, settings.tiers)
         self._gateway.slo = settings.slo
         for pool in self._gateway.pools:
-            pool.protection_lines = settings.slo.lines()
+            pool.queue.protection_lines = settings.slo.lines()
         admin = self._gateway.admin
         admin.prices = settings.prices
         admin.keys = {}

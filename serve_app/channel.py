@@ -1,6 +1,6 @@
-"""The channel from engines to a gateway: one multiplexed stream per engine, one message per step.
+"""The channel between a gateway and an engine: requests one way, one message per step for all of them the other.
 
-A gateway keeps one reader per engine and a mailbox per live request. It renews the lease of its live requests every
+A gateway keeps one connection per engine and a mailbox per live request. It renews the lease of its live requests every
 two seconds; a request without it is aborted by the engine.
 """
 
@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 
 import ray
 
-from engine_actor.actor import EngineDescription, EngineNotReadyError, StaleEpochError
-from engine_actor.request import EngineRequest, StepMessage, StreamRow
-from engine_actor.step_socket import read_steps
+from engine_actor.actor import EngineDescription, EngineNotReadyError
+from engine_actor.channel_messages import (
+    Abort,
+    Key,
+    Renew,
+    Submit,
+    SubmitAnswer,
+    pack_request,
+    unpack_answer,
+)
+from engine_actor.message_socket import MessageConnection, connect
+from engine_actor.request import EngineRequest, StreamRow
 from serve_app.owner import find_actor
 from serve_app.within import within
 
@@ -25,8 +34,8 @@ logger = logging.getLogger(__name__)
 RENEW_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.2
 _SUBMIT_TIMEOUT_SECONDS = 10.0
-
-Key = tuple[str, int]
+_DELIVERIES_AT_ONCE = 8
+"""Of the rows of a step: between them others get their turn of the event loop, new requests above all."""
 
 
 class EngineLostError(RuntimeError):
@@ -111,13 +120,17 @@ class Mailbox:
 
 
 class EngineChannel:
-    """One engine as this gateway sees it: found by name, read for ever, through its deaths and successors."""
+    """One engine as this gateway sees it: found by name, connected for ever, through its deaths and successors."""
 
     def __init__(self, engine: str, gateway: str) -> None:
         self._engine = engine
         self._gateway = gateway
         self._actor: Any = None
+        self._connection: MessageConnection | None = None
+        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._submitted = 0
         self._mailboxes: dict[Key, Mailbox] = {}
+        self._undelivered: deque[tuple[Mailbox, Delivery]] = deque()
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._renew())]
         self.description: EngineDescription | None = None
         """The connected engine, None while there is none."""
@@ -128,29 +141,37 @@ class EngineChannel:
         Raises GrantVoidError when it did not take them, EngineLostError when it died on the way.
         """
         keys = [(request.request, request.attempt) for request in requests]
-        if self.description is None or self.description.engine_epoch != engine_epoch:
+        if (
+            self._connection is None
+            or self.description is None
+            or self.description.engine_epoch != engine_epoch
+        ):
             raise GrantVoidError(f"engine {self._engine} of epoch {engine_epoch} is not connected")
         mailbox = Mailbox(keys, attempt)
         self._mailboxes.update(dict.fromkeys(keys, mailbox))
+        loop = asyncio.get_running_loop()
+        self._submitted = number = self._submitted + 1
+        answer: asyncio.Future[None] = loop.create_future()
+        self._answers[number] = answer
+        timer = loop.call_later(_SUBMIT_TIMEOUT_SECONDS, self._fail, answer, "did not answer")
         try:
-            await within(_SUBMIT_TIMEOUT_SECONDS, self._actor.submit.remote(self._gateway, requests))
-        except (StaleEpochError, EngineNotReadyError) as error:
+            self._connection.send(pack_request(Submit(number, requests)))
+            await answer
+        except GrantVoidError:
             self.close(mailbox)
-            raise GrantVoidError(str(error)) from None
-        except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
-            self.abort(keys)
-            self.close(mailbox)
-            raise EngineLostError(f"engine {self._engine} did not answer: {type(error).__name__}") from None
+            raise
         except BaseException:
             self.abort(keys)
             self.close(mailbox)
             raise
+        finally:
+            timer.cancel()
+            del self._answers[number]
         return mailbox
 
     def abort(self, keys: list[Key]) -> None:
         """Ask the engine to end requests, without waiting. Their last rows still come."""
-        if self._actor is not None:
-            self._actor.abort.remote(keys)
+        self._send(Abort(keys))
 
     def close(self, mailbox: Mailbox) -> None:
         """Stop receiving for a request. Safe to call twice."""
@@ -177,23 +198,53 @@ class EngineChannel:
             try:
                 actor = find_actor(self._engine)
                 if actor is not None:
-                    await self._read(actor)
+                    await self._connect(actor)
             except EngineNotReadyError:
                 pass
             except (ray.exceptions.RayError, OSError) as error:
-                logger.info("the stream of engine %s ends: %s", self._engine, type(error).__name__)
-            self._lose()
+                logger.info("no connection to engine %s: %s", self._engine, type(error).__name__)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
-    async def _read(self, actor: Any) -> None:
+    async def _connect(self, actor: Any) -> None:
+        """Until the connection is lost."""
         description = await actor.describe.remote()
-        address = await actor.open_stream.remote(self._gateway)
-        async for packed in read_steps(address):
-            message = StepMessage.unpack(packed)
+        address = await actor.open_channel.remote(self._gateway)
+        lost = asyncio.Event()
+
+        def hear(data: bytes) -> None:
+            message = unpack_answer(data)
+            if isinstance(message, SubmitAnswer):
+                self._answer(message)
+                return
             if self.description is None:
-                self._actor, self.description = actor, description
+                self._actor, self._connection, self.description = actor, connection, description
                 logger.info("connected to engine %s, epoch %d", self._engine, description.engine_epoch)
             self._deliver(message.rows, message.wall_time_ns)
+
+        connection = await connect(address, hear, lost.set)
+        try:
+            await lost.wait()
+            logger.info("the connection to engine %s is lost", self._engine)
+        finally:
+            connection.close()
+            self._lose()
+
+    def _send(self, message: Abort | Renew) -> None:
+        if self._connection is not None:
+            self._connection.send(pack_request(message))
+
+    def _answer(self, message: SubmitAnswer) -> None:
+        answer = self._answers.get(message.number)
+        if answer is None or answer.done():
+            return
+        if message.refusal is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(GrantVoidError(message.refusal))
+
+    def _fail(self, answer: asyncio.Future[None], how: str) -> None:
+        if not answer.done():
+            answer.set_exception(EngineLostError(f"engine {self._engine} {how}"))
 
     def _deliver(self, rows: tuple[StreamRow, ...], wall_time_ns: int) -> None:
         """Sort rows by mailbox. Whoever waits for a first token gets it before the others get their next one."""
@@ -211,19 +262,34 @@ class EngineChannel:
                 own.append(row)
             if row.finish_reason is not None:
                 del self._mailboxes[key]
-        for part in (first, later):
-            for mailbox, own in part.items():
-                mailbox.put(Delivery(own, wall_time_ns))
+        for mailbox, own in first.items():
+            mailbox.put(Delivery(own, wall_time_ns))
+        under_way = bool(self._undelivered)
+        self._undelivered.extend([(mailbox, Delivery(own, wall_time_ns)) for mailbox, own in later.items()])
+        if not under_way:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        undelivered = self._undelivered
+        for _ in range(min(_DELIVERIES_AT_ONCE, len(undelivered))):
+            mailbox, delivery = undelivered.popleft()
+            mailbox.put(delivery)
+        if undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _lose(self) -> None:
-        self._actor, self.description = None, None
+        self._actor, self._connection, self.description = None, None, None
+        while self._undelivered:
+            mailbox, delivery = self._undelivered.popleft()
+            mailbox.put(delivery)
         lost = {id(mailbox): mailbox for mailbox in self._mailboxes.values()}
         self._mailboxes.clear()
         for mailbox in lost.values():
             mailbox.put(EngineLostError(f"engine {self._engine} was lost"))
+        for answer in self._answers.values():
+            self._fail(answer, "was lost")
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            if self._actor is not None:
-                self._actor.renew_requests.remote(self._gateway, list(self._mailboxes))
+            self._send(Renew(list(self._mailboxes)))

@@ -1,4 +1,4 @@
-"""The fair queue of one engine pool: a single actor that decides entry, and the deployment that owns it."""
+"""The fair queue of one engine pool: a single actor that decides entry."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ray
-from pydantic import SecretStr
-from ray import serve
-from ray.serve.handle import DeploymentHandle
 
-from policies.fair_queue import FairQueue, QueuePolicy, TenantSnapshot
-from policies.guardrails import Guardrails, ProtectionLines
-from policies.output_length import OutputLength
+from engine_actor.message_socket import MessageAddress, MessageConnection, MessageServer, connect
+from engine_actor.report import unpack_report
+from policies.fair_queue import FairQueue, QueuePolicy
+from policies.guardrails import Guardrails
 from policies.service_accounts import QueueState
-from policies.tickets import Grant, Refusal, Ticket
-from serve_app.owner import CALL_TIMEOUT_SECONDS, ActorOwner, ActorRecipe, find_actor, versioned_name
-from serve_app.queue_state import QueueStateKeeper
-from serve_app.within import within
+from policies.tickets import EngineReport, Grant, Refusal, Ticket
+from serve_app.owner import find_actor
+from serve_app.queue_messages import QueueSnapshot, Tell, Withdraw, pack_reply, unpack_question
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +60,22 @@ class QueueHeartbeat:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class QueueSnapshot:
-    """For metrics and readiness."""
+class Asker(Protocol):
+    """A gateway that waits for answers."""
 
-    queue_epoch: int
-    engines: tuple[str, ...]
-    queued: int
-    tenants: dict[str, TenantSnapshot] = field(default_factory=dict)
-    protection_step: int = 0
-    output_lengths: dict[str, OutputLength] = field(default_factory=dict)
+    def answer(self, answer: Grant | Refusal) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Asking:
-    """A gateway that waits for an answer."""
+class _Gateway:
+    """A connected gateway, and when it was last heard of."""
 
-    gateway: str
-    answer: asyncio.Future[Grant | Refusal]
+    def __init__(self, name: str, connection: MessageConnection) -> None:
+        self.name = name
+        self.connection = connection
+        self.heard_at = time.monotonic()
+
+    def answer(self, answer: Grant | Refusal) -> None:
+        self.connection.send(pack_reply(answer))
 
 
 class FairQueueActor:
@@ -104,8 +99,9 @@ class FairQueueActor:
         if spec.restored is not None:
             self._queue.restore(spec.restored, time.monotonic())
         self._rails = Guardrails()
-        self._asking: dict[tuple[str, int], _Asking] = {}
-        self._gateways: dict[str, float] = {}  # and when they were last heard of
+        self._asking: dict[tuple[str, int], Asker] = {}
+        self._gateways: set[_Gateway] = set()
+        self._server = MessageServer()
         self._engines: dict[str, float] = {}  # reporting engines and when they last did
         self._owner: str | None = None
         self._owner_renewed = time.monotonic()
@@ -125,54 +121,42 @@ class FairQueueActor:
         if owner == self._owner:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
-    async def enqueue(self, ticket: Ticket, gateway: str) -> Grant | Refusal:
-        """Wait for a ticket's turn. Asking again, with the age it has reached, is safe at any time.
+    async def open_exchange(self, gateway: str) -> MessageAddress:
+        """Where the gateway asks for entry. Raises OSError."""
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return await self._server.admit(gateway, host, lambda connection: self._accept(gateway, connection))
 
-        Ends by cancellation when the gateway falls silent: if it is there after all, it asks again.
-        """
-        self._gateways[gateway] = now = time.monotonic()
+    def ask(self, ticket: Ticket, asker: Asker) -> None:
+        """Queue a ticket; the asker gets its answer, now or when its turn comes. Asking again, with the age it has
+        reached, is safe at any time: the last one who asked gets the answer."""
         key = (ticket.request, ticket.attempt)
-        is_new = key not in self._asking
+        is_new, now = key not in self._asking, time.monotonic()
         if is_new and (shed := self._rails.shed(ticket)) is not None:
-            return shed
+            asker.answer(shed)
+            return
+        self._asking[key] = asker
         refusal = self._queue.push(ticket, now)
         if is_new:
             self._rails.observe_offer(refusal is not None, now)
         if refusal is not None:
-            self._answer(refusal)  # who asked before, and still waits, hears the same
-            return refusal
-        self._hang_up(key)
-        asking = _Asking(gateway, asyncio.get_running_loop().create_future())
-        self._asking[key] = asking
-        self._pump()
-        try:
-            return await asking.answer
-        finally:
-            if self._asking.get(key) is asking:
-                del self._asking[key]
+            self._answer(refusal)
+        else:
+            self._pump()
 
-    async def withdraw(self, request: str, attempt: int) -> None:
+    def withdraw(self, request: str, attempt: int) -> None:
         """The client of a ticket has gone, or its grant will not be used."""
+        self._asking.pop((request, attempt), None)
         self._queue.withdraw(request, attempt)
-        self._answer(Refusal(request, attempt, "cancelled", "the ticket was withdrawn"))
         self._pump()
 
     async def export_state(self) -> QueueState:
         """The counters, for a successor."""
         return self._queue.export_state()
 
-    async def snapshot(
-        self,
-        gateway: str,
-        lines: ProtectionLines | None = None,
-        output_lengths: tuple[tuple[str, int], ...] = (),
-    ) -> QueueSnapshot:
-        """Renews the lease of the gateway that asks. It brings its protection lines, which may change any time, and
-        (tenant, output tokens) of the sequences that ended by themselves since it asked last."""
-        self._gateways[gateway] = time.monotonic()
-        if lines is not None:
-            self._rails.lines = lines
-        for tenant, tokens in output_lengths:
+    def tell(self, told: Tell) -> QueueSnapshot:
+        """A gateway is there: what it tells is taken, and the queue's state is the answer."""
+        self._rails.lines = told.lines
+        for tenant, tokens in told.output_lengths:
             self._queue.output_lengths.observe(tenant, tokens)
         return QueueSnapshot(
             self._queue.queue_epoch,
@@ -182,6 +166,30 @@ class FairQueueActor:
             self._rails.step,
             self._queue.output_lengths.export(),
         )
+
+    def _accept(self, name: str, connection: MessageConnection) -> None:
+        gateway = _Gateway(name, connection)
+        self._gateways.add(gateway)
+        connection.on_message = lambda data: self._hear(gateway, data)
+        connection.on_lost = lambda: self._lose_gateway(gateway)
+
+    def _hear(self, gateway: _Gateway, data: bytes) -> None:
+        question = unpack_question(data)
+        gateway.heard_at = time.monotonic()
+        if isinstance(question, Ticket):
+            self.ask(question, gateway)
+        elif isinstance(question, Withdraw):
+            self.withdraw(question.request, question.attempt)
+        else:
+            gateway.connection.send(pack_reply(self.tell(question)))
+
+    def _lose_gateway(self, gateway: _Gateway) -> None:
+        """If it is there after all, it asks again."""
+        self._gateways.discard(gateway)
+        for key in [key for key, asker in self._asking.items() if asker is gateway]:
+            del self._asking[key]
+            self._queue.withdraw(*key)
+        self._pump()
 
     def _pump(self) -> None:
         """Give out every grant that can be given now."""
@@ -211,7 +219,7 @@ class FairQueueActor:
                 )
             for refusal in self._queue.break_promises(now):
                 self._answer(refusal)
-            self._drop_silent_gateways(now)
+            self._cut_off_silent_gateways(now)
             for name, seen in list(self._engines.items()):
                 if now - seen > _ENGINE_SILENCE_SECONDS:
                     self._lose(name)
@@ -224,26 +232,15 @@ class FairQueueActor:
 
     def _answer(self, answer: Grant | Refusal) -> bool:
         """False when nobody waits for it."""
-        asking = self._asking.get((answer.request, answer.attempt))
-        if asking is None or asking.answer.done():
-            return False
-        asking.answer.set_result(answer)
-        return True
+        asker = self._asking.pop((answer.request, answer.attempt), None)
+        if asker is not None:
+            asker.answer(answer)
+        return asker is not None
 
-    def _hang_up(self, key: tuple[str, int]) -> None:
-        asking = self._asking.pop(key, None)
-        if asking is not None:
-            asking.answer.cancel()
-
-    def _drop_silent_gateways(self, now: float) -> None:
-        silent = {name for name, seen in self._gateways.items() if now - seen > GATEWAY_LEASE_SECONDS}
-        if not silent:
-            return
-        for key in [key for key, asking in self._asking.items() if asking.gateway in silent]:
-            self._queue.withdraw(*key)
-            self._hang_up(key)
-        for name in silent:
-            logger.warning("gateway %s was not heard of for %.0f s", name, now - self._gateways.pop(name))
+    def _cut_off_silent_gateways(self, now: float) -> None:
+        for gateway in [one for one in self._gateways if now - one.heard_at > GATEWAY_LEASE_SECONDS]:
+            logger.warning("gateway %s was not heard of for %.0f s", gateway.name, now - gateway.heard_at)
+            gateway.connection.close()
 
     def _lose(self, name: str) -> None:
         logger.warning("engine %s no longer reports", name)
@@ -258,7 +255,7 @@ class FairQueueActor:
                 actor = find_actor(name)
                 if actor is not None:
                     await self._read_reports(name, actor)
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, OSError) as error:
                 logger.info("reports of engine %s end: %s", name, type(error).__name__)
             if name in self._engines:
                 self._lose(name)
@@ -268,56 +265,17 @@ class FairQueueActor:
         # Claim an epoch above every one this engine knows, so that it listens to nobody else.
         known = await actor.queue_epoch.remote()
         self._queue.queue_epoch = max(self._queue.queue_epoch, known) + 1
-        reports = actor.reports.options(num_returns="streaming").remote(self._queue.queue_epoch)
-        async for reference in reports:
-            report = await reference
-            if name not in self._engines:
-                logger.info("engine %s (epoch %d) reports", name, report.engine_epoch)
-            self._engines[name] = now = time.monotonic()
-            self._queue.observe_report(self._rails.observe_report(report, now), now)
-            self._pump()
+        lost = asyncio.Event()
+        address = await actor.open_reports.remote(self._queue.queue_epoch)
+        connection = await connect(address, lambda data: self._hear_report(unpack_report(data)), lost.set)
+        try:
+            await lost.wait()
+        finally:
+            connection.close()
 
-
-class FairQueueOwner:
-    """Serve deployment: owns the fair queue of one pool, serves no requests itself.
-
-    A queue that it makes anew goes on with the counters of the one before.
-    """
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is there when its actor is
-        self, recipe: ActorRecipe, redis: SecretStr | DeploymentHandle[Any]
-    ) -> None:
-        keeper = QueueStateKeeper(recipe.spec.model, redis)
-        restored = await keeper.load()
-        self._owner = ActorOwner([replace(recipe, spec=replace(recipe.spec, restored=restored))])
-        await self._owner.acquire()
-        self._keeping = asyncio.create_task(keeper.keep(self._export))
-
-    async def check_health(self) -> None:
-        await self._owner.check_health()
-
-    async def __del__(self) -> None:
-        self._keeping.cancel()
-        await self._owner.release()
-
-    async def _export(self) -> QueueState | None:
-        actor = self._owner.actor
-        return None if actor is None else await within(CALL_TIMEOUT_SECONDS, actor.export_state.remote())
-
-
-def fair_queue_recipe(spec: FairQueueSpec) -> ActorRecipe:
-    """The pool's queue actor; its name is the pool's, so that there is only one."""
-    return ActorRecipe(versioned_name(f"fair-queue/{spec.model}", spec), FairQueueActor, spec, {})
-
-
-def fair_queue_deployment(name: str) -> serve.Deployment:
-    deployment: serve.Deployment = serve.deployment(
-        name=name,
-        num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=5,
-        graceful_shutdown_wait_loop_s=0.1,
-    )(FairQueueOwner)
-    return deployment
+    def _hear_report(self, report: EngineReport) -> None:
+        if report.engine not in self._engines:
+            logger.info("engine %s (epoch %d) reports", report.engine, report.engine_epoch)
+        self._engines[report.engine] = now = time.monotonic()
+        self._queue.observe_report(self._rails.observe_report(report, now), now)
+        self._pump()

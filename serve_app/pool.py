@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import replace
-from typing import Any
 
-import ray
-
-from policies.guardrails import ProtectionLines
 from policies.tickets import Grant, Refusal, Ticket
 from serve_app.channel import EngineChannel
-from serve_app.fair_queue import QueueSnapshot
 from serve_app.output_lengths import SharedOutputLengths
-from serve_app.owner import find_actor
+from serve_app.queue_client import QueueClient, QueueLostError
 from serve_app.text.model_text import ModelText
-from serve_app.within import within
 
-logger = logging.getLogger(__name__)
-
-_WATCH_SECONDS = 1.0
 _RETRY_SECONDS = 0.2
 
 
@@ -46,13 +36,8 @@ class ModelPool:
         self.text = text
         self.output_lengths = SharedOutputLengths()
         self.channels = {name: EngineChannel(name, gateway) for name in engines}
-        self.queue_snapshot: QueueSnapshot | None = None
-        self.protection_lines = ProtectionLines()
-        self._queue_name = queue
-        self._gateway = gateway
-        self._queue: Any = None
+        self.queue = QueueClient(queue, gateway, self.output_lengths)
         self._highest_epoch = 0
-        self._watch = asyncio.create_task(self._watch_queue())
 
     @property
     def max_model_len(self) -> int:
@@ -63,7 +48,7 @@ class ModelPool:
     @property
     def ready(self) -> bool:
         """An engine can serve now, and a fair queue lets requests in."""
-        return self.queue_snapshot is not None and any(
+        return self.queue.snapshot is not None and any(
             channel.description is not None for channel in self.channels.values()
         )
 
@@ -75,50 +60,20 @@ class ModelPool:
         while time.monotonic() - asked_at < timeout_seconds:
             aged = _aged(ticket, (time.monotonic() - asked_at) * 1e3)
             try:
-                queue = self._queue_handle()
-                if queue is not None:
-                    answer: Grant | Refusal = await queue.enqueue.remote(aged, self._gateway)
-                    if isinstance(answer, Refusal) or answer.queue_epoch >= self._highest_epoch:
-                        if isinstance(answer, Grant):
-                            self._highest_epoch = answer.queue_epoch
-                        return answer
-            except ray.exceptions.RayError as error:
-                logger.warning("the fair queue of %s did not answer: %s", self.model, type(error).__name__)
-                self._queue = None
+                answer = await self.queue.ask(aged)
+                if isinstance(answer, Refusal) or answer.queue_epoch >= self._highest_epoch:
+                    if isinstance(answer, Grant):
+                        self._highest_epoch = answer.queue_epoch
+                    return answer
+            except QueueLostError:
+                pass
             await asyncio.sleep(_RETRY_SECONDS)
         raise QueueGoneError
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """The ticket is no longer wanted. Does not wait."""
-        if self._queue is not None:
-            self._queue.withdraw.remote(ticket.request, ticket.attempt)
-
     def stop(self) -> None:
-        self._watch.cancel()
+        self.queue.stop()
         for channel in self.channels.values():
             channel.stop()
-
-    def _queue_handle(self) -> Any:
-        if self._queue is None:
-            self._queue = find_actor(self._queue_name)
-        return self._queue
-
-    async def _watch_queue(self) -> None:
-        while True:
-            queue = self._queue_handle()
-            if queue is None:
-                self.queue_snapshot = None
-            else:
-                lengths = self.output_lengths.take_untold()
-                try:
-                    asked = queue.snapshot.remote(self._gateway, self.protection_lines, lengths)
-                    snapshot: QueueSnapshot = await within(2.0, asked)
-                    self.output_lengths.learn(snapshot.output_lengths)
-                    self.queue_snapshot = snapshot
-                except (ray.exceptions.RayError, asyncio.TimeoutError):
-                    self._queue, self.queue_snapshot = None, None
-                    self.output_lengths.put_back(lengths)
-            await asyncio.sleep(_WATCH_SECONDS)
 
 
 def _aged(ticket: Ticket, age_ms: float) -> Ticket:

@@ -217,7 +217,7 @@ class RequestLife:
         except QueueGoneError:
             raise ApiError("engine_unavailable", "No engine is available. Try again shortly.") from None
         except BaseException:
-            self._pool.withdraw(ticket)
+            self._pool.queue.withdraw(ticket)
             raise
         if isinstance(answer, Refusal):
             raise refusal_error(answer, elapsed_ms)

@@ -122,7 +122,7 @@ class Routes:
         if quota is not None:
             metrics.quota.update(quota.healthy, quota.admitted_in_outages, quota.owed)
         for pool in self._gateway.pools:
-            metrics.queues.update(pool.model, pool.queue_snapshot)
+            metrics.queues.update(pool.model, pool.queue.snapshot)
             for name, channel in pool.channels.items():
                 stats = await channel.stats()
                 if stats is None:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from policies.fair_queue import TenantSnapshot
 
 if TYPE_CHECKING:
-    from serve_app.fair_queue import QueueSnapshot
+    from serve_app.queue_messages import QueueSnapshot
 
 LABELS = ("model", "tenant")
 

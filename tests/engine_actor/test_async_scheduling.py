@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gateway_end import answers
 from hypothesis import settings
 from scheduler_harness import (
     PROMPTS,
@@ -24,9 +25,9 @@ from scheduler_harness import (
     make,
     request,
 )
-from test_engine_actor import rows_of
 from test_scheduler import SchedulerMachine
 
+from engine_actor import actor as actor_module
 from engine_actor.actor import EngineActor, EngineSpec
 from engine_actor.build import EngineOptions
 from engine_actor.executor import PAGE_SIZE, Runner
@@ -250,13 +251,13 @@ def test_the_loop_beside_a_device_of_its_own() -> None:
     assert sum(step.step_seconds for step in steps) <= seconds, "no time counts for two steps"
 
 
-async def test_an_engine_of_the_stub_with_the_switch_on() -> None:
+async def test_an_engine_of_the_stub_with_the_switch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "_host", lambda: "127.0.0.1")
     options = EngineOptions(source="", engine="stub", kv_pages=64, async_scheduling=True)
     engine = EngineActor(EngineSpec("engine", "model", options))
     while (await engine.renew("owner")).state != "ready":
         await asyncio.sleep(0.01)
-    await engine.submit("g", [replace(request("r", list(range(20)), 40), queue_epoch=1)])
-    rows = await rows_of(engine, "g")
+    rows = await answers(engine, replace(request("r", list(range(20)), 40), queue_epoch=1))
     assert bytes(tokens(rows)) == bytes(STUB_TEXT[p % len(STUB_TEXT)] for p in range(20, 60))
     assert await engine.is_idle()
     snapshot = await engine.stats()

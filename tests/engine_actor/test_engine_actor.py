@@ -8,23 +8,39 @@ import threading
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
+from gateway_end import answers, gateway_end
 
 from engine_actor import actor as actor_module
+from engine_actor import gateways as gateways_module
 from engine_actor.actor import EngineActor, EngineNotReadyError, EngineSpec, StaleEpochError
 from engine_actor.build import EngineOptions
+from engine_actor.channel_messages import (
+    Abort,
+    Renew,
+    StepMessage,
+    Submit,
+    SubmitAnswer,
+    pack_answer,
+    pack_request,
+    unpack_answer,
+    unpack_request,
+)
 from engine_actor.executor import PAGE_SIZE
+from engine_actor.message_socket import MessageConnection, connect, pack
+from engine_actor.report import pack_report, unpack_report
 from engine_actor.request import (
     EngineRequest,
     RequestTimings,
     RequestUsage,
     SamplingParams,
-    StepMessage,
     StreamRow,
     TokenLogprob,
 )
 from engine_actor.step import StepRecord, StepResult
 from engine_actor.stub_runner import STUB_TEXT, StubRunner
+from policies.latency_model import StepEstimate
 from policies.page_hashes import page_hashes
 from policies.tickets import EngineReport
 
@@ -43,7 +59,8 @@ def request(name: str, max_tokens: int = 5, **changes: object) -> EngineRequest:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[EngineActor]:
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineActor]:
+    monkeypatch.setattr(actor_module, "_host", lambda: "127.0.0.1")
     engine = EngineActor(EngineSpec("engine", "model", EngineOptions(source="", engine="stub", kv_pages=64)))
     while (await engine.renew("owner")).state != "ready":
         await asyncio.sleep(0.01)
@@ -52,19 +69,15 @@ async def engine() -> AsyncIterator[EngineActor]:
     engine._engine_loop.stop()
 
 
-async def rows_of(engine: EngineActor, gateway: str, until: int = 1) -> list[StreamRow]:
-    """Rows from a gateway's stream until so many requests have ended."""
-    rows: list[StreamRow] = []
-    async for message in engine.stream(gateway):
-        rows += StepMessage.unpack(message).rows
-        if sum(row.finish_reason is not None for row in rows) >= until:
-            break
-    return rows
+async def idle(engine: EngineActor) -> None:
+    while not await engine.is_idle():
+        await asyncio.sleep(0.005)
 
 
 async def test_tokens_come_in_order_and_end_with_usage(engine: EngineActor) -> None:
-    await engine.submit("g", [request("r")])
-    rows = await rows_of(engine, "g")
+    async with gateway_end(engine) as gateway:
+        assert await gateway.submit(request("r")) is None
+        rows = await gateway.rows_until()
     tokens = bytes(token for row in rows for token in row.token_ids)
     assert tokens == bytes(STUB_TEXT[position % len(STUB_TEXT)] for position in range(20, 25))
     assert rows[-1].finish_reason == "length"
@@ -74,42 +87,76 @@ async def test_tokens_come_in_order_and_end_with_usage(engine: EngineActor) -> N
 
 
 async def test_each_gateway_gets_its_own_rows(engine: EngineActor) -> None:
-    await engine.submit("g1", [request("one")])
-    await engine.submit("g2", [request("two")])
-    first, second = await asyncio.gather(rows_of(engine, "g1"), rows_of(engine, "g2"))
+    async with gateway_end(engine, "g1") as one, gateway_end(engine, "g2") as two:
+        await one.submit(request("one"))
+        await two.submit(request("two"))
+        first, second = await asyncio.gather(one.rows_until(), two.rows_until())
     assert {row.request for row in first} == {"one"}
     assert {row.request for row in second} == {"two"}
 
 
 async def test_submitting_twice_gives_one_answer(engine: EngineActor) -> None:
-    await engine.submit("g", [request("r")])
-    await engine.submit("g", [request("r")])
-    rows = await rows_of(engine, "g")
+    async with gateway_end(engine) as gateway:
+        assert [await gateway.submit(request("r")) for _ in range(2)] == [None, None]
+        rows = await gateway.rows_until()
     assert sum(len(row.token_ids) for row in rows) == 5
 
 
 async def test_abort_ends_with_a_last_row(engine: EngineActor) -> None:
-    await engine.submit("g", [request("r", 10_000)])
-    await engine.abort([("r", 1)])
-    rows = await rows_of(engine, "g")
+    async with gateway_end(engine) as gateway:
+        await gateway.submit(request("r", 10_000))
+        gateway.send(Abort([("r", 1), ("nobody's", 1)]))
+        rows = await gateway.rows_until()
     assert rows[-1].finish_reason == "abort" and rows[-1].usage is not None
 
 
 async def test_a_request_without_lease_is_aborted(
     engine: EngineActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "REQUEST_LEASE_SECONDS", 1.0)
-    await engine.submit("g", [request("kept", 10_000), request("left", 10_000)])
+    monkeypatch.setattr(gateways_module, "LEASE_SECONDS", 1.0)
+    async with gateway_end(engine) as gateway:
+        await gateway.submit(request("kept", 10_000), request("left", 10_000))
 
-    async def renew() -> None:
-        while True:
-            await engine.renew_requests("g", [("kept", 1)])
-            await asyncio.sleep(0.2)
+        async def renew() -> None:
+            while True:
+                gateway.send(Renew([("kept", 1)]))
+                await asyncio.sleep(0.2)
 
-    renewal = asyncio.create_task(renew())
-    rows = await asyncio.wait_for(rows_of(engine, "g"), 10.0)
-    renewal.cancel()
+        renewal = asyncio.create_task(renew())
+        rows = await gateway.rows_until()
+        renewal.cancel()
     assert [(row.request, row.finish_reason) for row in rows if row.finish_reason] == [("left", "abort")]
+
+
+async def test_B05_a_silent_gateway_is_cut_off_and_its_requests_end(
+    engine: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateways_module, "LEASE_SECONDS", 1.0)
+    async with gateway_end(engine) as gateway:
+        await gateway.submit(request("r", 100_000))
+        await asyncio.wait_for(gateway.lost.wait(), 10.0)
+        await asyncio.wait_for(idle(engine), 5.0)
+
+
+async def test_B05_what_a_lost_gateway_asked_for_ends_at_once(engine: EngineActor) -> None:
+    async with gateway_end(engine, "stays") as stays:
+        async with gateway_end(engine, "goes") as goes:
+            await goes.submit(request("one", 100_000), request("two", 100_000))
+            await stays.submit(request("three", 300))
+            await goes.rows.get()
+        rows = await stays.rows_until()
+        assert sum(len(row.token_ids) for row in rows) == 300
+    await asyncio.wait_for(idle(engine), 5.0)
+
+
+async def test_F10_what_no_gateway_says_ends_its_connection_and_nothing_else(engine: EngineActor) -> None:
+    async with gateway_end(engine, "stays") as stays:
+        for junk in (b"", b"\xc1", pack(("submit", 1, [(1, 2)])), pack(("other", ())), pack(7)):
+            async with gateway_end(engine, "goes") as goes:
+                goes.connection.send(junk)
+                await asyncio.wait_for(goes.lost.wait(), 5.0)
+        await stays.submit(request("r"))
+        assert len(await stays.rows_until()) > 0
 
 
 async def test_a_second_owner_must_wait_for_the_first_ones_lease(
@@ -129,15 +176,20 @@ async def test_an_older_fair_queue_is_refused(engine: EngineActor) -> None:
     assert await engine.queue_epoch() == 5
     with pytest.raises(StaleEpochError):
         await anext(engine.reports(5))
-    with pytest.raises(StaleEpochError):
-        await engine.submit("g", [request("r", queue_epoch=4)])
-    await engine.submit("g", [request("r", queue_epoch=5)])
+    async with gateway_end(engine) as gateway:
+        old, new = request("old", queue_epoch=4), request("new", queue_epoch=5)
+        assert "older" in (await gateway.submit(old) or "") and "older" in (
+            await gateway.submit(new, old) or ""
+        )
+        assert await engine.is_idle(), "all or none"
+        assert await gateway.submit(new) is None
+        assert {row.request for row in await gateway.rows_until()} == {"new"}
 
 
 async def test_reports_carry_cumulative_service_and_acceptances(engine: EngineActor) -> None:
     reports = engine.reports(1)
     seen: list[EngineReport] = [await anext(reports)]
-    await engine.submit("g", [request("r", queue_epoch=1)])
+    engine.submit([request("r", queue_epoch=1)])
     accepted: list[tuple[str, int]] = []
     while seen[-1].served.get("a", 0.0) < 20 + 2 * 5:
         seen.append(await asyncio.wait_for(anext(reports), 5.0))
@@ -149,14 +201,12 @@ async def test_reports_carry_cumulative_service_and_acceptances(engine: EngineAc
 
 
 async def test_a_connection_is_told_all_service_first_and_then_what_changes(engine: EngineActor) -> None:
-    for tenant in ("a", "b"):
-        await engine.submit("g", [request(tenant, tenant=tenant, namespace=tenant)])
-    await rows_of(engine, "g", until=2)
+    await answers(engine, *(request(tenant, tenant=tenant, namespace=tenant) for tenant in ("a", "b")))
     reports, total = engine.reports(1), 20 + 2 * 5
     first = (await anext(reports)).served
     while first != {"a": total, "b": total}:  # the last step may still be on its way
         first |= (await asyncio.wait_for(anext(reports), 5.0)).served
-    await engine.submit("g", [request("again", tenant="b", namespace="other")])
+    engine.submit([request("again", tenant="b", namespace="other")])
     told: dict[str, float] = {}
     while told.get("b") != 2 * total:
         told |= (await asyncio.wait_for(anext(reports), 5.0)).served
@@ -170,7 +220,7 @@ async def test_steps_that_only_add_tokens_are_told_together(
     monkeypatch.setattr(actor_module, "REPORT_SECONDS", 3600.0)
     reports = engine.reports(1)
     await anext(reports)
-    await engine.submit("g", [request("r", max_tokens=30)])
+    engine.submit([request("r", max_tokens=30)])
     told: list[EngineReport] = []
     while not (told and told[-1].completed):
         told.append(await asyncio.wait_for(anext(reports), 5.0))
@@ -186,7 +236,7 @@ async def test_a_long_answer_is_reported_as_it_goes_on(
     monkeypatch.setattr(actor_module, "REPORT_SECONDS", 0.0)
     reports = engine.reports(1)
     await anext(reports)
-    await engine.submit("g", [request("r", max_tokens=30)])
+    engine.submit([request("r", max_tokens=30)])
     served: set[float] = set()
     while max(served, default=0.0) < 20 + 2 * 30:
         served.add((await asyncio.wait_for(anext(reports), 5.0)).served.get("a", 0.0))
@@ -219,8 +269,8 @@ async def test_the_step_in_flight_is_the_engines_own_time(engine: EngineActor) -
     assert moments[0] <= handed_over
 
 
-def test_a_step_message_survives_packing() -> None:
-    usage, timings = RequestUsage(3, 0, 1), RequestTimings(0.1, 0.2, None)
+def test_messages_survive_packing() -> None:
+    usage, timings = RequestUsage(3, 0, 1), RequestTimings(0.1, 0.2, None, ((0.3, 20),), 1)
     logprobs = (TokenLogprob(7, -0.5, ((7, -0.5),)),)
     message = StepMessage(
         "engine",
@@ -234,8 +284,73 @@ def test_a_step_message_survives_packing() -> None:
             StreamRow("u/0", 1, (7,), None, None, None, None, logprobs, logprobs),
         ),
     )
-    copy = StepMessage.unpack(message.pack())
-    assert copy == message and all(type(row) is StreamRow for row in copy.rows)
+    copy = unpack_answer(pack_answer(message))
+    assert copy == message and isinstance(copy, StepMessage)
+    assert all(type(row) is StreamRow for row in copy.rows)
+    for answer in (SubmitAnswer(3, None), SubmitAnswer(4, "no")):
+        assert unpack_answer(pack_answer(answer)) == answer
+    sampling = SamplingParams(5, 0.5, 3, 0.9, 7, (1, 2), logit_bias=((3, -1.5),), logprobs=0)
+    asked = request("r", sampling=sampling, namespace="n", tpot_ms=5.0, kv_share=0.5)
+    for asking in (
+        Submit(3, [asked, request("s")]),
+        Abort([("r", 1)]),
+        Renew([("r", 1), ("s", 2)]),
+        Renew([]),
+    ):
+        assert unpack_request(pack_request(asking)) == asking
+
+
+def test_a_report_survives_packing() -> None:
+    report = EngineReport(
+        engine="e",
+        engine_epoch=1,
+        step=2,
+        served={"a": 1.5},
+        outstanding={"a": 0.0},
+        running=1,
+        waiting=0,
+        waiting_prefill_tokens=0,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        free_pages=5,
+        total_pages=6,
+        page_size=16,
+        accepted=(("r", 1),),
+        step_estimate=StepEstimate(0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+        decode_context=np.int64(7),  # type: ignore[arg-type]
+        remaining=((1, 2), (3, 4)),
+        page_hashes_added=(2**64 - 1, 0),
+    )
+    assert unpack_report(pack_report(report)) == report
+    bare = dataclasses.replace(report, step_estimate=None)
+    assert unpack_report(pack_report(bare)) == bare
+
+
+async def test_reports_are_read_from_a_socket_and_a_newer_queue_ends_the_older_ones(
+    engine: EngineActor,
+) -> None:
+    heard: asyncio.Queue[EngineReport] = asyncio.Queue()
+    lost = [asyncio.Event() for _ in range(3)]
+
+    async def read(epoch: int) -> MessageConnection:
+        address = await engine.open_reports(epoch)
+        return await connect(address, lambda data: heard.put_nowait(unpack_report(data)), lost[epoch - 1].set)
+
+    first = await read(1)
+    assert (await asyncio.wait_for(heard.get(), 5.0)).running == 0 and await engine.queue_epoch() == 1
+    with pytest.raises(StaleEpochError):
+        await engine.open_reports(1)
+    engine.submit([request("r")])
+    accepted: list[tuple[str, int]] = []
+    while not accepted:
+        accepted += (await asyncio.wait_for(heard.get(), 5.0)).accepted
+    assert accepted == [("r", 1)] and not first.closed
+    second = await read(3)
+    await asyncio.wait_for(lost[0].wait(), 5.0)
+    assert not second.closed
+    second.close()
+    while engine._report_queue is not None:  # nobody reads: nothing is kept for it
+        await asyncio.sleep(0.005)
 
 
 async def test_a_new_fair_queue_takes_the_reports_over(engine: EngineActor) -> None:
@@ -250,8 +365,7 @@ async def test_a_new_fair_queue_takes_the_reports_over(engine: EngineActor) -> N
 
 async def test_a_new_fair_queue_hears_of_every_cached_page(engine: EngineActor) -> None:
     prompt = list(range(70))
-    await engine.submit("g", [request("r", namespace="n", prompt_token_ids=prompt)])
-    await rows_of(engine, "g")
+    await answers(engine, request("r", namespace="n", prompt_token_ids=prompt))
     first = await anext(engine.reports(1))
     assert set(page_hashes("n", prompt, 16)) <= set(first.page_hashes_added)
     assert set((await anext(engine.reports(2))).page_hashes_added) == set(first.page_hashes_added)
@@ -297,14 +411,14 @@ async def test_c03_an_engine_that_waits_without_progress_turns_red_and_says_why(
     assert loop is not None
     loop._runner = held
     monkeypatch.setattr(actor_module, "STALL_SECONDS", 0.0)
-    await engine.submit("g", [request("r")])
+    answer = asyncio.create_task(answers(engine, request("r")))
     assert await asyncio.to_thread(held.entered.wait, 60)
     heartbeat = engine.heartbeat("owner")
     assert heartbeat.state == "stalled"
     assert "does not come back from the model; 1 requests run, 0 wait" in heartbeat.detail
     monkeypatch.setattr(actor_module, "STALL_SECONDS", 30.0)
     held.go.set()
-    await rows_of(engine, "g")
+    await answer
     assert engine.heartbeat("owner").state == "ready"
 
 

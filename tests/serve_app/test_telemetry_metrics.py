@@ -12,7 +12,7 @@ from engine_actor.request import RequestUsage
 from engine_actor.stats import EngineStats, EngineStatsSnapshot, PrefixCounters
 from policies.fair_queue import TenantSnapshot
 from serve_app.api.responses import Usage
-from serve_app.fair_queue import QueueSnapshot
+from serve_app.queue_messages import QueueSnapshot
 from serve_app.telemetry.engine_collector import EngineMetrics
 from serve_app.telemetry.metrics import GatewayMetrics
 from serve_app.telemetry.records import Outcome, RequestRecord
