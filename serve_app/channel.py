@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 RENEW_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.2
 _SUBMIT_TIMEOUT_SECONDS = 10.0
-_DELIVERIES_AT_ONCE = 8
-"""Of the rows of a step: between them others get their turn of the event loop, new requests above all."""
+_DELIVERIES_AT_ONCE = 2
+"""Of the rows of a step: between them others get their turns of the event loop, new requests above all."""
 
 
 class EngineLostError(RuntimeError):

@@ -97,7 +97,7 @@ def test_two_gateways_with_skewed_arrivals_serve_four_to_one(actors: Any) -> Non
             await asyncio.sleep(1.0)
 
     async def served() -> dict[str, float]:
-        tenants = (await queue.snapshot.remote("test")).tenants
+        tenants = (await queue.export_state.remote()).tenants
         return {tenant: tenants[tenant].served if tenant in tenants else 0.0 for tenant in WEIGHTS}
 
     async def scenario() -> dict[str, float]:
