@@ -73,6 +73,7 @@ def test_the_script_edits_the_configuration_and_hands_over(tmp_path: Path, setpr
     assert sections["default_backend"] == "    http-request deny deny_status 503"
     before, _, frontend = edited.partition("frontend http_frontend\n")
     assert "path_beg" not in before and "-m beg /-/" in frontend.splitlines()[0]
+    assert "option disable-h2-upgrade" in before and "http-response del-header server" in frontend
     for line in edited.splitlines():
         if line.startswith("    errorfile "):
             assert Path(line.split()[2]).read_bytes().startswith(b"HTTP/1.1 ")
