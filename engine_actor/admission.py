@@ -8,7 +8,7 @@ from engine_actor.executor import PAGE_SIZE
 from engine_actor.kv.cache import KVCache, SequencePages
 from engine_actor.running import RunningSet
 from engine_actor.sequence import SequenceState
-from policies.memory import estimate_peak_tokens
+from policies.memory import ends_crowd, estimate_peak_tokens
 
 
 class Admission:
@@ -25,9 +25,37 @@ class Admission:
         self._running = running
         self._limit = int(utilization_limit * cache.total) * PAGE_SIZE
         self._watermark = int(watermark * cache.total)
+        self._refused_at: int | None = None  # step in which memory was lacking last
 
-    def fits(self, sequence: SequenceState, table: SequencePages) -> bool:
+    def waits_for_spread(self, sequence: SequenceState, step: int) -> bool:
+        """Whether the request is to start some steps later, so that memory does not come free all at once.
+
+        Only while memory is what requests wait for: one did not fit within as many steps as this one will run. Never
+        one that was preempted, or the only one of its tenant.
+        """
+        if (
+            self._refused_at is None
+            or step - self._refused_at > sequence.predicted_output
+            or sequence.preemptions
+            or not sequence.tenant.running
+        ):
+            return False
+        return ends_crowd(
+            *self._running.predictions(),
+            own_output=sequence.predicted_output,
+            own_remaining=sequence.predicted_output_left,
+            kv_tokens=self._cache.total * PAGE_SIZE,
+            limit=len(self._running.sequences),
+        )
+
+    def fits(self, sequence: SequenceState, table: SequencePages, step: int) -> bool:
         """Whether the request may start, with a `table` just opened for it."""
+        fits = self._fits(sequence, table)
+        if not fits:
+            self._refused_at = step
+        return fits
+
+    def _fits(self, sequence: SequenceState, table: SequencePages) -> bool:
         cache, running = self._cache, self._running
         missing = sequence.pages_to_start - len(table.pages)
         if not len(running):

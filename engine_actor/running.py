@@ -32,6 +32,7 @@ class RunningSet:
         self.epoch: Int32 = column()
         self.computed: Int32 = column()
         self.known: Int32 = column()  # tokens known when it was admitted
+        self.prompt_tokens: Int32 = column()
         self.predicted_length: Int32 = column()
         self.max_length: Int32 = column()
         self.temperature: Float32 = column(np.float32)
@@ -74,6 +75,7 @@ class RunningSet:
         self.epoch[slot] = sequence.epoch
         self.computed[slot] = sequence.computed
         self.known[slot] = len(sequence.token_ids)
+        self.prompt_tokens[slot] = sequence.prompt_tokens
         self.predicted_length[slot] = sequence.predicted_length
         self.max_length[slot] = sequence.max_length
         self.decoding[slot] = False
@@ -194,6 +196,12 @@ class RunningSet:
         left = self.predicted_length[slots] - known
         left = np.where(left > 0, left, np.minimum(NO_PREDICTION_TOKENS, self.max_length[slots] - known))
         return in_table, np.maximum(in_table, -(-known // PAGE_SIZE)), np.maximum(left, 0)
+
+    def predictions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each running request, int64 [n]: its length, its output, and the output still to come, as predicted."""
+        slots = np.flatnonzero(self.used)
+        length = self.predicted_length[slots].astype(np.int64)
+        return length, length - self.prompt_tokens[slots], np.maximum(length - self.known_tokens(), 0)
 
     def table_columns(self, slots: np.ndarray, ends: np.ndarray) -> tuple[Int32, Int32]:
         """Page indices covering positions 0 .. ends - 1 of each slot, one after another, and their indptr."""

@@ -355,9 +355,13 @@ class Scheduler:
             sequence = self._live.tenants[name].waiting[0]
             if not self._running.has_free_slot:
                 giver = shares.reclaim_from(name, slot=True)
+            elif self._admission.waits_for_spread(sequence, self.step) and not shares.reclaim_from(
+                name, slot=False
+            ):
+                break
             else:
                 table = self._running.open(sequence)
-                if self._admission.fits(sequence, table):
+                if self._admission.fits(sequence, table, self.step):
                     self._start(sequence, table, now)
                     continue
                 self.cache.close(table, used=False)

@@ -82,6 +82,11 @@ class SequenceState:
         return pages_for(min(len(self.token_ids) + 1, self.max_length))
 
     @property
+    def predicted_output(self) -> int:
+        """Output tokens in all, by prediction."""
+        return self.predicted_length - self.prompt_tokens
+
+    @property
     def predicted_output_left(self) -> int:
         """Output tokens still to come, by prediction."""
         return max(0, self.predicted_length - len(self.token_ids))

@@ -1,4 +1,4 @@
-"""KV memory: whom to preempt when pages run out, and how much a batch will need at its peak."""
+"""KV memory: whom to preempt when pages run out, how much a batch will need at its peak, when starts are spread."""
 
 from __future__ import annotations
 
@@ -71,3 +71,45 @@ def estimate_peak_tokens(held: npt.ArrayLike, remaining: npt.ArrayLike) -> int:
     order = np.argsort(-remaining_tokens, kind="stable")
     alive = np.arange(1, held_tokens.size + 1)
     return int(np.max(remaining_tokens[order] * alive + np.cumsum(held_tokens[order])))
+
+
+SPREAD_WINDOW = 1 / 4
+"""Part of a request's output over which ends are counted."""
+
+SPREAD_EXCESS = 1.5
+"""How many times the even number of ends may fall into it; chance alone seldom brings more."""
+
+
+def ends_crowd(
+    lengths: npt.ArrayLike,
+    outputs: npt.ArrayLike,
+    remaining: npt.ArrayLike,
+    *,
+    own_output: int,
+    own_remaining: int,
+    kv_tokens: int,
+    limit: int,
+) -> bool:
+    """Whether a request that starts now would end together with too many of those that run.
+
+    Requests that start together grow and end together: when they end most of the KV memory is empty, it fills with
+    others that start together, and at their peak only so many fit as at full length. A batch whose ends are spread
+    holds a third more of them. With the memory full all the time it would have `kv_tokens` by the mean over their
+    lives of what its requests hold; below half of that everybody may start, and where that is `limit` or more, the
+    slots of the engine, memory is not what lacks.
+
+    `lengths`, `outputs` and `remaining` are int [n], tokens by prediction of each running request: prompt and output,
+    output, and output still to come (0 where the prediction was wrong: when such a request ends is not known).
+    """
+    length = np.asarray(lengths, dtype=np.float64)
+    output = np.maximum(np.asarray(outputs, dtype=np.float64), 1.0)
+    if not length.size:
+        return False
+    batch = kv_tokens / max(1.0, float(np.mean(length - output / 2)))
+    if batch >= limit or length.size < batch / 2:
+        return False
+    window = SPREAD_WINDOW * max(1, own_output)
+    left = np.asarray(remaining)
+    together = np.count_nonzero((left > 0) & (np.abs(left - own_remaining) <= window))
+    even = window * batch * float(np.mean(1.0 / output))
+    return bool(together + 1 > max(1.0, SPREAD_EXCESS * even))

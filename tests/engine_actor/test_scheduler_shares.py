@@ -336,6 +336,33 @@ def test_a_cap_on_pages_binds_while_another_tenant_waits_and_not_before() -> Non
     assert answers
 
 
+def equal_requests(count: int, predicted: int) -> tuple[Scheduler, int]:
+    """Requests of 64 tokens in and 64 out, run to their ends with pages for 15 at full length; how many steps."""
+    scheduler, runner = make(
+        num_pages=121, max_num_seqs=64, max_num_batched_tokens=512, prefill_chunk_size=512
+    )
+    for i in range(count):
+        scheduler.submit(request(f"a{i}", [i % 50, i // 50] * 32, 64, predicted=predicted), 0.0)
+    steps = 0
+    while scheduler.has_work:
+        step(scheduler, runner)
+        steps += 1
+    return scheduler, steps
+
+
+def test_requests_of_equal_length_do_not_stay_in_step_when_memory_is_short() -> None:
+    scheduler, steps = equal_requests(600, predicted=64)
+    # Fifteen at a time, all beginning and ending together, would be 14.9 rows a step.
+    assert 600 * 64 / steps > 15.4
+    assert scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("predicted", [1, 8, 500])
+def test_wrong_predictions_hold_up_nobody_for_ever(predicted: int) -> None:
+    _, steps = equal_requests(100, predicted)
+    assert steps < 1000
+
+
 def test_two_capped_tenants_share_what_no_cap_may_use() -> None:
     scheduler, runner = make(num_pages=41, max_num_seqs=16)
     for i in range(8):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.memory import VictimCandidate, choose_victim, estimate_peak_tokens
+from policies.memory import VictimCandidate, choose_victim, ends_crowd, estimate_peak_tokens
 
 CANDIDATES = st.lists(
     st.builds(
@@ -123,3 +123,37 @@ def test_peak_by_hand() -> None:
 def test_peak_refuses_bad_arrays(held: list[int], remaining: list[int]) -> None:
     with pytest.raises(ValueError):
         estimate_peak_tokens(held, remaining)
+
+
+def crowd(remaining: list[int], *, own_output: int = 64, own_remaining: int = 64, limit: int = 100) -> bool:
+    """Whether one more would end together with requests of 64 tokens in and 64 out; memory for 20 of them."""
+    return ends_crowd(
+        [128] * len(remaining),
+        [64] * len(remaining),
+        remaining,
+        own_output=own_output,
+        own_remaining=own_remaining,
+        kv_tokens=20 * 96,
+        limit=limit,
+    )
+
+
+def test_a_request_waits_behind_those_that_started_just_now_and_not_behind_others() -> None:
+    assert crowd([64] * 12), "all of them end together"
+    assert crowd([64] * 7 + [10] * 5) and not crowd([64] * 6 + [10] * 5), (
+        "half as many again as evenly spread"
+    )
+    assert not crowd(list(range(3, 64, 3))), "spread evenly"
+    assert not crowd([40] * 12), "when they have run for a quarter of their time the next ones start"
+
+
+def test_ends_do_not_matter_below_half_of_the_memory_or_where_slots_are_what_lacks() -> None:
+    assert not crowd([64] * 9)
+    assert not crowd([64] * 12, limit=20)
+    assert not ends_crowd([], [], [], own_output=1, own_remaining=1, kv_tokens=100, limit=10)
+
+
+def test_a_request_that_has_outlived_its_prediction_holds_up_nobody() -> None:
+    assert not crowd([0] * 12, own_output=64, own_remaining=4)
+    assert not crowd([64] * 12, own_output=2, own_remaining=2), "nobody else ends when it does"
+    assert not crowd([64] * 12, own_output=0, own_remaining=0)
