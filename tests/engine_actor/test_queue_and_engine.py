@@ -2,73 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
+from stepped_pool import PAGES, World
 
-from engine_actor.report import engine_report
-from engine_actor.request import EngineRequest, SamplingParams
-from engine_actor.scheduler import Scheduler, SchedulerConfig
-from engine_actor.step_control import StepControl
-from engine_actor.stub_runner import StubRunner
-from policies.fair_queue import FairQueue, QueuePolicy
-from policies.tickets import Ticket
-
-STEP_SECONDS = 0.02
-SLOTS, BUDGET, PAGES = 16, 128, 4096
-
-
-class World:
-    """One queue, one engine. A step takes STEP_SECONDS whatever is in it."""
-
-    def __init__(self, policy: QueuePolicy = "vtc", pages: int = PAGES) -> None:
-        config = SchedulerConfig(SLOTS, BUDGET, max_model_len=4096, prefill_chunk_size=BUDGET)
-        self.scheduler = Scheduler(config, pages + 1)
-        self.control = StepControl(self.scheduler)
-        self.runner = StubRunner(pages + 1, step_seconds=0.0, token_seconds=0.0)
-        self.queue = FairQueue(
-            queue_epoch=1, policy=policy, max_queued_requests=10_000, max_queued_per_tenant=5_000
-        )
-        self.now = 0.0
-        self.steps_to_first: defaultdict[str, list[int]] = defaultdict(list)
-        self.ended: defaultdict[str, int] = defaultdict(int)
-        self._requests: dict[str, tuple[EngineRequest, float]] = {}
-        self._accepted: list[tuple[str, int]] = []
-        self._started: set[str] = set()
-
-    def ask(self, tenant: str, tokens: int, output: int, predicted: int = 64) -> None:
-        number = len(self._requests)
-        name = f"{tenant}-{number}"
-        ids = [(number * 7919 + position * 31) % 50_000 for position in range(tokens)]
-        params = SamplingParams(max_tokens=output, temperature=0.0)
-        request = EngineRequest(f"{name}/0", 1, name, tenant, ids, params, predicted_output_tokens=predicted)
-        self._requests[name] = (request, self.now)
-        assert self.queue.push(Ticket(name, 1, tenant, 1.0, tokens, predicted), self.now) is None
-
-    def live(self, tenant: str) -> int:
-        """Requests that have been asked for and have not ended."""
-        asked = sum(request.tenant == tenant for request, _ in self._requests.values())
-        return asked - self.ended[tenant]
-
-    def step(self) -> None:
-        report = engine_report("e0", self.scheduler, self.control, accepted=tuple(self._accepted))
-        self._accepted.clear()
-        self.queue.observe_report(report)
-        while (grant := self.queue.next_grant(self.now)) is not None:
-            self.scheduler.submit(self._requests[grant.request][0], self.now)
-            self._accepted.append((grant.request, grant.attempt))
-        record = self.scheduler.schedule(self.now)
-        self.now += STEP_SECONDS
-        if record is None:
-            return
-        for row in self.scheduler.commit(record, self.runner.run(record), self.now):
-            name = row.request.rpartition("/")[0]
-            request, asked_at = self._requests[name]
-            if row.token_ids and name not in self._started:
-                self._started.add(name)
-                self.steps_to_first[request.tenant].append(round((self.now - asked_at) / STEP_SECONDS))
-            if row.finish_reason is not None:
-                self.ended[request.tenant] += 1
+from policies.fair_queue import QueuePolicy
 
 
 def beside_a_flood(policy: QueuePolicy, tokens: int, output: int, pages: int = PAGES) -> tuple[World, float]:
