@@ -137,14 +137,14 @@ class RequestLife:
         self._hold = outcome
 
     async def respond(self, connection: Connection) -> None:
-        """Steps 4 to 8. The status line is withheld until the grant. Raises ApiError."""
+        """Steps 4 to 8. The status line is withheld until the engine has the request. Raises ApiError."""
         if self._parsed.stream:
             await self._stream_answer(connection)
         else:
             await self._whole_answer(connection)
 
     async def _whole_answer(self, connection: Connection) -> None:
-        async for _ in self._events(on_grant=None):
+        async for _ in self._events(on_entry=None):
             pass
         choices = [sequence.choice() for sequence in self._sequences]
         await connection.send_json(200, self._parsed.builder.full(choices, self.usage()), self.headers)
@@ -152,16 +152,16 @@ class RequestLife:
     async def _stream_answer(self, connection: Connection) -> None:
         stream = StreamEvents(self._parsed.builder)
 
-        async def on_grant() -> None:
+        async def on_entry() -> None:
             if connection.status is None:
                 await connection.start_stream(self.headers)
 
-        async for events in self._events(on_grant):
+        async for events in self._events(on_entry):
             await connection.send_event(stream.encode(events, self.usage) if events else _HEARTBEAT)
         await connection.send_event(stream.end(self.usage()))
         await connection.end_stream()
 
-    async def _events(self, on_grant: Callable[[], Awaitable[None]] | None) -> AsyncIterator[list[TextEvent]]:
+    async def _events(self, on_entry: Callable[[], Awaitable[None]] | None) -> AsyncIterator[list[TextEvent]]:
         """Text as it comes, an empty list as a heartbeat. Runs the request again once if nothing was sent yet."""
         asked_at = time.monotonic()
         sent = False
@@ -169,11 +169,11 @@ class RequestLife:
         while True:
             self.record.new_attempt(self.record.now_ms())
             grant = await self._enter(asked_at)
-            if on_grant is not None:
-                await on_grant()
             runs += 1
             try:
                 mailbox = await self._submit(grant)
+                if on_entry is not None:
+                    await on_entry()  # the engine is at work meanwhile
                 while not self.complete:
                     delivery = await mailbox.get(HEARTBEAT_SECONDS)
                     events = [] if delivery is None else self._take(delivery)
