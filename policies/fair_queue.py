@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -114,9 +115,9 @@ class FairQueue:
         A deadline is promised (`policies.admission`), or the ticket is demoted to batch work if it allows that,
         or refused with code "deadline_unattainable". Baseline orders promise nothing and ignore deadlines.
         """
-        if ticket.weight <= 0 or ticket.sequences < 1 or not 0 < ticket.kv_share <= 1:
+        if not 0 < ticket.weight < math.inf or ticket.sequences < 1 or not 0 < ticket.kv_share <= 1:
             raise ValueError(
-                f"ticket {ticket.request}: weight and sequences must be positive, kv_share in (0, 1]"
+                f"ticket {ticket.request}: weight and sequences must be positive and finite, kv_share in (0, 1]"
             )
         known = self._entries.get(ticket.request) or self._in_flight.get(ticket.request)
         if known is not None and ticket.attempt < known.ticket.attempt:

@@ -31,10 +31,25 @@ def test_nothing_is_granted_before_the_first_report() -> None:
     assert granted(queue) == ["r"]
 
 
-@pytest.mark.parametrize("changes", [{"weight": 0.0}, {"weight": -1.0}, {"sequences": 0}])
-def test_bad_tickets_are_refused_loudly(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight": 0.0},
+        {"weight": -1.0},
+        {"weight": float("nan")},
+        {"weight": float("inf")},
+        {"sequences": 0},
+        {"kv_share": float("nan")},
+    ],
+)
+def test_bad_tickets_are_refused_loudly_and_change_nothing(changes: dict[str, Any]) -> None:
+    queue = make_queue()
     with pytest.raises(ValueError, match="must be positive"):
-        make_queue().push(ticket("r", **changes), 0.0)
+        queue.push(ticket("r", **changes), 0.0)
+    assert len(queue) == 0 and queue.snapshot() == {}
+    queue.observe_report(report())
+    queue.push(ticket("good"), 0.0)
+    assert granted(queue) == ["good"]
 
 
 @pytest.mark.parametrize(
