@@ -94,7 +94,7 @@ def ends_crowd(
 
     Requests that start together grow and end together: when they end most of the KV memory is empty, it fills with
     others that start together, and at their peak only so many fit as at full length. A batch whose ends are spread
-    holds a third more of them. With the memory full all the time it would have `kv_tokens` by the mean over their
+    holds more, by a third where outputs are as long as prompts. With the memory full all the time it would have `kv_tokens` by the mean over their
     lives of what its requests hold; below half of that everybody may start, and where that is `limit` or more, the
     slots of the engine, memory is not what lacks.
 
