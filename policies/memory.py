@@ -94,9 +94,9 @@ def ends_crowd(
 
     Requests that start together grow and end together: when they end most of the KV memory is empty, it fills with
     others that start together, and at their peak only so many fit as at full length. A batch whose ends are spread
-    holds more, by a third where outputs are as long as prompts. With the memory full all the time it would have `kv_tokens` by the mean over their
-    lives of what its requests hold; below half of that everybody may start, and where that is `limit` or more, the
-    slots of the engine, memory is not what lacks.
+    holds more, by a third where outputs are as long as prompts. With the memory full all the time it would have
+    `kv_tokens` by the mean over their lives of what its requests hold; below half of that everybody may start, and
+    where that is `limit` or more, the slots of the engine, memory is not what lacks.
 
     `lengths`, `outputs` and `remaining` are int [n], tokens by prediction of each running request: prompt and output,
     output, and output still to come (0 where the prediction was wrong: when such a request ends is not known).
