@@ -47,9 +47,10 @@ class Sequence:
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """The request's parameters for this choice: with a seed given, each choice of a prompt has its own."""
-        return (
-            params if params.seed is None else replace(params, seed=params.seed + self.index % self._parsed.n)
-        )
+        if params.seed is None:
+            return params
+        seed = (params.seed + self.index % self._parsed.n) % 2**64  # as in the engine: 64 bits
+        return replace(params, seed=seed)
 
     @property
     def output_tokens(self) -> int:

@@ -457,7 +457,7 @@ async def test_c03_waiting_with_nothing_running_is_no_progress(engine: EngineAct
     loop.stop()
     scheduler.submit(request("r"), 0.0)
     before = loop.last_progress
-    scheduler._admission.fits = lambda sequence, table: False  # type: ignore[method-assign]
+    scheduler._admission.fits = lambda *_: False  # type: ignore[method-assign]
     loop._turn()
     assert loop.last_progress == before
     assert loop.why_stalled().startswith("no waiting request can be started; 0 requests run, 1 wait")
