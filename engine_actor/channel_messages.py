@@ -19,6 +19,10 @@ from engine_actor.request import (
 Key = tuple[str, int]
 """(request, attempt)"""
 
+MAX_SUBMIT_TOKENS = 10_000_000
+"""Prompt tokens of one `Submit`, repeated prompts counted each time: at five bytes each the message stays below
+MAX_BYTES, with room for the sampling parameters of some hundreds of requests."""
+
 
 class Submit(NamedTuple):
     """Requests to take, all or none, idempotent by key. The answer carries the same number."""

@@ -203,6 +203,8 @@ class EngineChannel:
                 pass
             except (ray.exceptions.RayError, OSError) as error:
                 logger.info("no connection to engine %s: %s", self._engine, type(error).__name__)
+            except Exception:  # a gateway without its engine must not stay so
+                logger.exception("the connection to engine %s ends", self._engine)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _connect(self, actor: Any) -> None:

@@ -257,6 +257,8 @@ class FairQueueActor:
                     await self._read_reports(name, actor)
             except (ray.exceptions.RayError, OSError) as error:
                 logger.info("reports of engine %s end: %s", name, type(error).__name__)
+            except Exception:  # a queue without its engine must not stay so
+                logger.exception("reports of engine %s end", name)
             if name in self._engines:
                 self._lose(name)
             await asyncio.sleep(_RECONNECT_SECONDS)

@@ -83,6 +83,8 @@ class QueueClient:
                     await self._connect(queue)
             except (ray.exceptions.RayError, OSError) as error:
                 logger.warning("no connection to %s: %s", self._name, type(error).__name__)
+            except Exception:  # a gateway without its queue must not stay so
+                logger.exception("the connection to %s ends", self._name)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _connect(self, queue: Any) -> None:

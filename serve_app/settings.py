@@ -34,7 +34,8 @@ REDIS_URL_VARIABLE = "EVENHAND_REDIS_URL"
 
 EngineKind = Literal["auto", "native", "torch", "stub"]
 
-_Count = Annotated[int, Field(ge=1)]
+_MOST = 2**31 - 1
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=128)]
 
 
@@ -47,7 +48,7 @@ class KvCacheSettings(_Settings):
     """Size of an engine's KV pool: `pages` or `memory_gb` (GiB), or neither for what suits the device."""
 
     page_size: Literal[16] = 16
-    pages: Annotated[int, Field(ge=2)] | None = None
+    pages: Annotated[int, Field(ge=2, le=_MOST)] | None = None
     memory_gb: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
@@ -83,7 +84,7 @@ class SchedulerSettings(_Settings):
     """
 
     max_num_seqs: _Count | None = None
-    max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=_MOST)] | None = None
     max_model_len: _Count | None = None
     prefill_chunk_size: _Count | None = None
     kv_cache_utilization_limit: Annotated[float, Field(gt=0, le=1)] = 0.95
@@ -149,7 +150,7 @@ class GatewaySettings(_Settings):
     max_queued_per_tenant: _Count = 512
     max_queued_tokens: _Count = 8_000_000
     max_queued_tokens_per_tenant: _Count = 4_000_000
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    max_request_bytes: Annotated[int, Field(ge=1024, le=_MOST)] = 4 * 1024 * 1024
     cors_origins: list[Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?$")]] = []
     max_failed_logins_per_minute: Annotated[int, Field(ge=1, le=10_000)] | None = 60
     trusted_proxies: list[str] = []

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine_actor.channel_messages import MAX_SUBMIT_TOKENS
 from engine_actor.request import SamplingParams
 from serve_app.api.errors import context_length_exceeded, invalid_request
 from serve_app.api.responses import ChatResponses, CompletionResponses, ResponseBuilder
@@ -88,6 +89,12 @@ def _parse(
     text: ModelText,
     max_model_len: int,
 ) -> ParsedRequest:
+    total = body.n * sum(map(len, prompts))
+    if total > MAX_SUBMIT_TOKENS:
+        raise invalid_request(
+            f"{prompt_field}: has {total} tokens in all, each prompt counted n times; allowed are {MAX_SUBMIT_TOKENS}.",
+            prompt_field,
+        )
     longest = max(len(prompt) for prompt in prompts)
     room = max_model_len - longest
     asked = body.output_limit

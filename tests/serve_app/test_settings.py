@@ -96,6 +96,10 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         f"{ARGS}.models[0].threads: 0 is not allowed; allowed: at least 1",
     ),
     (
+        lambda d: model_of(d).update(scheduler={"max_num_seqs": 2**63}),
+        f"{ARGS}.models[0].scheduler.max_num_seqs: {2**63} is not allowed; allowed: at most {2**31 - 1}",
+    ),
+    (
         lambda d: model_of(d).update(engines=0, threads=0),
         f"{ARGS}.models[0].engines: 0 is not allowed; allowed: at least 1 (and 1 more)",
     ),

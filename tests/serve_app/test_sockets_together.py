@@ -230,3 +230,26 @@ async def test_deliveries_of_a_step_leave_turns_to_others(pool: ModelPool) -> No
     assert [len(box._items) for box in boxes] == [2] * 64
     assert got[0] == got[1] and 64 < got[0] < 128, "first tokens at once, the others in turns"
     lane._mailboxes = {}
+
+
+async def test_an_error_that_nobody_expected_does_not_end_a_connection_for_ever(
+    system: System, pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {name: 1 for name in system.handles}
+
+    def find(name: str) -> object:
+        faults[name] -= 1
+        if faults[name] >= 0:
+            raise TypeError("nobody expected this")
+        return system.handles[name]
+
+    for module in (channel, fair_queue, queue_client):
+        monkeypatch.setattr(module, "find_actor", find)
+    faults["e0"] = 2  # the gateway's and the queue's
+    for end in (*system.engine._gateways._connected, *system.queue._gateways):
+        end.connection.close()
+    await until(lambda: not pool.ready)
+    system.engine._report_queue.put_nowait(None)  # type: ignore[union-attr]
+    await until(lambda: max(faults.values()) < 0)
+    await until(lambda: pool.ready and bool(system.queue._engines))
+    assert len(await answer(await submit(pool, await enter(pool, "r")))) == 5
