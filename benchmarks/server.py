@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from benchmarks.workload import BenchmarkError
+from serve_app.ray_environment import is_free
 
 START_SECONDS = 180.0
 STOP_SECONDS = 40.0
@@ -44,9 +45,8 @@ def running_server(config: dict[str, Any]) -> Iterator[RunningServer]:
 
     Raises BenchmarkError when it does not get ready.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Below the ports of outgoing connections, of which a start makes hundreds, and below those of the server's own.
+    port = next(port for port in random.sample(range(10_000, 20_000), 1000) if is_free("127.0.0.1", port))
     with tempfile.TemporaryDirectory(prefix="evenhand-bench-") as name:
         directory = Path(name)
         config["http_options"]["port"] = port

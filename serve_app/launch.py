@@ -26,7 +26,7 @@ from serve_app.config_errors import ConfigError
 from serve_app.config_file import ServeConfig, load_config, require_sources
 from serve_app.exposure import demo_key
 from serve_app.haproxy import install_haproxy
-from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
+from serve_app.ray_environment import claim_ports, is_free, ray_variables, set_defaults
 from serve_app.settings import REDIS_URL_VARIABLE
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # prompts and tokens travel in messages: nothing large is stored
@@ -70,9 +70,11 @@ def serve(path: Path, overrides: Overrides, echo: Echo) -> None:
         require_sources(config)
         require_free(config.host, config.port)
         require_writable(config.settings.data_path(config.port))
-        set_defaults(port_variables(exclude=config.port))
-        install_haproxy(root)
-        _Instance(path, overrides, config, root, echo, signals).run()
+        ports, claim = claim_ports(exclude=config.port)
+        with claim:
+            set_defaults(ports)
+            install_haproxy(root)
+            _Instance(path, overrides, config, root, echo, signals).run()
     except ConfigError:
         raise
     except Exception as error:

@@ -81,20 +81,21 @@ def ray_variables(root: Path) -> dict[str, str]:
     return variables
 
 
-def port_variables(exclude: int) -> dict[str, str]:
-    """Ports of this instance's own, free when looked at, none of them `exclude`; for processes yet to start.
+def claim_ports(exclude: int) -> tuple[dict[str, str], socket.socket]:
+    """Ports of this instance's own, none of them `exclude`, for processes yet to start, as variables.
 
-    The last ones are for replicas: the range is wide because a port is not used again for as long as an old
-    HAProxy may still know it.
+    The socket is the claim on them, for as long as it is open: no other instance takes the same, though it may be
+    many seconds until the processes listen there. The last ports are for replicas: the range is wide because a port is
+    not used again for as long as an old HAProxy may still know it. Raises OSError.
     """
-    block = _free_block(exclude)
+    block, claim = _claim_block(exclude)
     variables = {name: str(block[index]) for index, name in enumerate(_SINGLE_PORTS)}
     rest = block[len(_SINGLE_PORTS) :]
     http, grpc = rest[: -_BLOCK // 5], rest[-_BLOCK // 5 :]
     for protocol, ports in (("HTTP", http), ("GRPC", grpc)):
         variables[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = str(ports[0])
         variables[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(ports[-1])
-    return variables
+    return variables, claim
 
 
 def is_free(host: str, port: int) -> bool:
@@ -112,12 +113,21 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _free_block(exclude: int) -> range:
+def _claim_block(exclude: int) -> tuple[range, socket.socket]:
     starts = list(range(_PORTS.start, _PORTS.stop, _BLOCK))
     random.shuffle(starts)
     for start in starts:
-        block = range(start, start + _BLOCK)
+        if exclude in range(start, start + _BLOCK):
+            continue
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", start))
+        except OSError:
+            claim.close()
+            continue
+        block = range(start + 1, start + _BLOCK)
         # Replicas pass over a port that is taken; the ports that are fixed must be free.
-        if exclude not in block and all(is_free("127.0.0.1", port) for port in block[: len(_SINGLE_PORTS)]):
-            return block
+        if all(is_free("127.0.0.1", port) for port in block[: len(_SINGLE_PORTS)]):
+            return block, claim
+        claim.close()
     raise OSError(f"no free ports between {_PORTS.start} and {_PORTS.stop}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +23,8 @@ import redis
 import yaml
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.ray_environment import is_free
 
 REPOSITORY = Path(__file__).parents[2]
 METRICS_KEY = "eh_metrics_key_for_tests"
@@ -292,9 +294,8 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to outgoing connections, of which a start makes hundreds, and below Ray's."""
+    return next(port for port in random.sample(range(10_000, 20_000), 1000) if is_free("127.0.0.1", port))
 
 
 def _says_ready(server: Server) -> bool:

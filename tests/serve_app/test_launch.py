@@ -15,7 +15,7 @@ import pytest
 from serve_app import launch, ray_environment
 from serve_app.config_file import ServeConfig, load_config
 from serve_app.launch import LaunchError, base_url, first_cause, ready_message, require_free, require_writable
-from serve_app.ray_environment import is_free, port_variables, ray_variables, set_defaults
+from serve_app.ray_environment import claim_ports, is_free, ray_variables, set_defaults
 
 SHIPPED = Path(__file__).parents[2] / "config.yaml"
 
@@ -56,7 +56,9 @@ def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_ports_are_distinct_free_and_not_the_http_port() -> None:
     for exclude in (8000, 20_000, 24_321, 29_999):
-        ports = {name: int(value) for name, value in port_variables(exclude).items()}
+        variables, claim = claim_ports(exclude)
+        claim.close()
+        ports = {name: int(value) for name, value in variables.items()}
         ranges = {
             protocol: range(
                 ports.pop(f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"),
@@ -74,10 +76,14 @@ def test_ports_are_distinct_free_and_not_the_http_port() -> None:
 
 def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_environment, "is_free", lambda host, port: 23_000 <= port < 23_500)
-    assert all(23_000 <= int(port) < 23_500 for port in port_variables(8000).values())
+    variables, claim = claim_ports(8000)
+    assert all(23_000 <= int(port) < 23_500 for port in variables.values())
+    with claim, pytest.raises(OSError, match="no free ports"):
+        claim_ports(8000)  # it is claimed, though nobody listens yet
+    claim_ports(8000)[1].close()
     monkeypatch.setattr(ray_environment, "is_free", lambda host, port: False)
     with pytest.raises(OSError, match="no free ports"):
-        port_variables(8000)
+        claim_ports(8000)
 
 
 def test_every_path_is_below_the_instance(tmp_path: Path) -> None:
