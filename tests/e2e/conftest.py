@@ -91,7 +91,8 @@ class Server:
         self._linger = linger
         self._command = [*command, str(self.config_path)]
         self._mark = uuid.uuid4().hex
-        self._environment = {**clean_environment(), **(environment or {}), "EVENHAND_E2E": self._mark}
+        own = {"EVENHAND_E2E": self._mark, "PYTHONUNBUFFERED": "1"}  # what it said last is in its log
+        self._environment = {**clean_environment(), **(environment or {}), **own}
         self._seen: set[psutil.Process] = set()
         self._root: Path | None = None
         self._stopped: list[str] | None = None
@@ -140,7 +141,9 @@ class Server:
             if code != 0:
                 wrong.append(f"exit code {code}: {self.log()[-2000:]}")
         except psutil.TimeoutExpired:
-            wrong.append(f"still there after {seconds + STOP_MARGIN_SECONDS:.0f} s: {self.log()[-2000:]}")
+            beside = ", ".join(" ".join(_cmdline(p))[:60] for p in self.survivors())
+            late = f"still there after {seconds + STOP_MARGIN_SECONDS:.0f} s, beside {beside}"
+            wrong.append(f"{late}: {self.log()[-2000:]}")
         deadline = time.monotonic() + self._linger
         while self.survivors() and time.monotonic() < deadline:
             time.sleep(0.1)
