@@ -73,7 +73,7 @@ struct Workspace {
         return taken;
     }
 
-    char* at;
+    uintptr_t at;  // a number: it is also used to measure, without any memory
 };
 
 struct Buffers {
@@ -237,14 +237,14 @@ extern "C" {
 
 // Bytes of workspace that a step needs.
 int64_t evenhand_workspace_bytes(const Model* model, const Step* step, int32_t threads) {
-    Workspace measure{nullptr};
+    Workspace measure{0};
     Buffers(*model, step->num_tokens, step->num_rows, step->num_logits, threads, measure);
-    return measure.at - static_cast<char*>(nullptr);
+    return static_cast<int64_t>(measure.at);
 }
 
 // Writes KV of every token, and the result. `workspace` is aligned to 64 bytes.
 void evenhand_step(const Model* model, const Step* step, char* workspace, const Result* result, int32_t threads) {
-    Workspace space{workspace};
+    Workspace space{reinterpret_cast<uintptr_t>(workspace)};
     const Buffers buffers(*model, step->num_tokens, step->num_rows, step->num_logits, threads, space);
     const int tasks = attention_tasks(*step, buffers.tasks);
     run_team(threads, [&](Team& team) { Walk(team, *model, *step, buffers, tasks, *result).run(); });
