@@ -20,6 +20,9 @@ _TOKEN_IDS = (100, 49_000)
 """Ordinary tokens of the default model."""
 _MARGIN_SECONDS = 3.0
 """The flood is on for so long before the victim is measured: every slot is taken then."""
+HOPELESS_CALLS, HOPELESS_TTFT_MS = 100, 500
+"""The aggressor's calls with a deadline that its own backlog makes unattainable."""
+_HOPELESS_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,18 @@ class Load:
     in_flight: int
     input_tokens: int
     output_tokens: int
+
+
+@dataclass
+class Refusals:
+    """Seconds from sending a call to the whole answer that refused its deadline, and how many were sent."""
+
+    sent: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """`ms` is None if nothing was refused."""
+        return {"sent": self.sent, "refused": len(self.seconds), "ms": _percentiles_ms(self.seconds)}
 
 
 @dataclass
@@ -45,10 +60,14 @@ class Calls:
 
     def ttft_ms(self) -> dict[str, float] | None:
         """None if no request was answered."""
-        if not self.ttft:
-            return None
-        p50, p95, largest = (np.percentile(self.ttft, [50, 95, 100]) * 1000).tolist()
-        return {"p50": round(p50, 1), "p95": round(p95, 1), "max": round(largest, 1)}
+        return _percentiles_ms(self.ttft)
+
+
+def _percentiles_ms(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    p50, p95, largest = (np.percentile(seconds, [50, 95, 100]) * 1000).tolist()
+    return {"p50": round(p50, 1), "p95": round(p95, 1), "max": round(largest, 1)}
 
 
 async def _call(
@@ -104,6 +123,32 @@ async def _aggressor(client: httpx.AsyncClient, key: str, random: Random, load: 
             await asyncio.sleep(0.1)
 
 
+async def _hopeless(client: httpx.AsyncClient, key: str, random: Random, load: Load) -> Refusals:
+    """Calls behind the flood's backlog that want their first token too soon, one each 0.1 s.
+
+    Those that are not refused, as under a policy without deadlines, are given up.
+    """
+    refusals = Refusals()
+
+    async def call(prompt: list[int]) -> None:
+        body = {"model": "default", "prompt": prompt, "max_tokens": load.output_tokens}
+        headers = {"Authorization": f"Bearer {key}", "x-slo-ttft-ms": str(HOPELESS_TTFT_MS)}
+        started = time.perf_counter()
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        if answer.status_code == 503 and answer.json()["error"]["code"] == "deadline_unattainable":
+            refusals.seconds.append(time.perf_counter() - started)
+
+    tasks = []
+    for _ in range(HOPELESS_CALLS):
+        tasks.append(asyncio.create_task(call(_prompt(random, load.input_tokens))))
+        refusals.sent += 1
+        await asyncio.sleep(_HOPELESS_INTERVAL_SECONDS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return refusals
+
+
 def _prompt(random: Random, tokens: int) -> list[int]:
     return [random.randrange(*_TOKEN_IDS) for _ in range(tokens)]
 
@@ -124,6 +169,7 @@ async def _measure(base_url: str, load: Load, seconds: float, seed: int) -> dict
         flooded = await _victim(client, "eh_beta_demo", random, seconds)
         elapsed = time.perf_counter() - started
         tokens = flood.tokens - tokens
+        refusals = await _hopeless(client, "eh_alpha_demo", random, load)
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
@@ -135,6 +181,7 @@ async def _measure(base_url: str, load: Load, seconds: float, seed: int) -> dict
         "aggressor_calls": flood.ok,
         "aggressor_failed": flood.failed,
         "aggressor_tokens_per_s": round(tokens / elapsed, 1),
+        "refusals": refusals.report(),
     }
 
 
