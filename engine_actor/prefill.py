@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from engine_actor.kv.cache import KVCache
 from engine_actor.live import LiveRequests
@@ -14,7 +17,8 @@ from policies.step_budget import split_prefill_budget
 
 
 class Prefill:
-    """Splits a step's prefill tokens among tenants by weight; inside a tenant in order of arrival.
+    """Splits a step's prefill tokens so that tenants share the step by weight, what they decode in it included; inside
+    a tenant in order of arrival.
 
     No request gets more than `chunk_size` tokens of a step, so several long prompts move together.
     """
@@ -35,19 +39,27 @@ class Prefill:
         self._chunk_size = chunk_size
 
     def rows(
-        self, budget: int, step: int, before: Sequence[SequenceState]
+        self, budget: int, step: int, before: Sequence[SequenceState], decodes: np.ndarray
     ) -> list[tuple[SequenceState, int]]:
         """Requests and their numbers of tokens in this step, with pages reserved for them.
 
-        `before` are the requests with chunks in the step before, which may be in flight.
+        `before` are the requests with chunks in the step before, which may be in flight; `decodes` are the slots that
+        decode in this one.
         """
         chunk = self._chunk_size
         queues = self._queues(before)
+        sequences = self._running.sequences
+        decoding = (
+            Counter(s.tenant.name for slot in decodes.tolist() if (s := sequences[slot]))
+            if len(queues) > 1
+            else {}
+        )
         shares = split_prefill_budget(
             {name: sum(min(chunk, s.pending) for s in queue) for name, queue in queues.items()},
             {name: self._live.tenants[name].weight for name in queues},
             budget,
             step,
+            decoding,
         )
         rows: list[tuple[SequenceState, int]] = []
         prompt_logits = MAX_PROMPT_LOGITS

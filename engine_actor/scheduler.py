@@ -229,7 +229,7 @@ class Scheduler:
         if not preempted and not (self.config.request_level_batching and len(self._running)):
             decodes = self._admit(now, decodes)
         left = budget if self.config.prefill_first else budget - len(decodes)
-        prefills = self._schedule_prefills(left, bool(len(decodes)))
+        prefills = self._schedule_prefills(left, decodes)
         if self.config.prefill_first and prefills:
             decodes = decodes[:0]
         if not len(decodes) and not prefills:
@@ -383,14 +383,14 @@ class Scheduler:
         self._prefill.skip_to(sequence, table.shared * PAGE_SIZE)
         self._running.add(sequence, table)
 
-    def _schedule_prefills(self, budget: int, decodes: bool) -> list[tuple[SequenceState, int]]:
+    def _schedule_prefills(self, budget: int, decodes: np.ndarray) -> list[tuple[SequenceState, int]]:
         if budget <= 0:
             return []
-        rows = self._prefill.rows(budget, self.step, self._prefilled)
-        while not rows and not decodes and len(self._running):
+        rows = self._prefill.rows(budget, self.step, self._prefilled, decodes)
+        while not rows and not len(decodes) and len(self._running):
             # Half-computed prompts hold every page between them and no decode will free any.
             self._preempt(self._choose_victim())
-            rows = self._prefill.rows(budget, self.step, self._prefilled)
+            rows = self._prefill.rows(budget, self.step, self._prefilled, decodes)
         return rows
 
     def _advance(self, decodes: np.ndarray, prefills: list[tuple[SequenceState, int]]) -> StepRecord:

@@ -105,11 +105,16 @@ def memory_batch_limit(
 
 
 def split_prefill_budget(
-    pending: Mapping[str, int], weights: Mapping[str, float], budget: int, rotation: int = 0
+    pending: Mapping[str, int],
+    weights: Mapping[str, float],
+    budget: int,
+    rotation: int = 0,
+    decoding: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Divide a step's prefill tokens among tenants: weighted max-min fairness in whole tokens.
+    """Divide a step's prefill tokens among tenants: weighted max-min fairness of the step in whole tokens.
 
-    `pending` holds the prefill tokens waiting per tenant, `weights` a positive weight for each of them.
+    `pending` holds the prefill tokens waiting per tenant, `weights` a positive weight for each of them. `decoding`
+    are the tokens that tenants have in the step already, beside the budget: they count as part of a tenant's share.
     Returns an entry for each tenant with pending work. They sum to min(budget, total pending), none is more
     than what is pending, and each is at least 1 if the budget has that many tokens. `rotation` is a number
     that the caller raises each step: over many steps a tenant gets exactly its share, fractions of a token
@@ -127,30 +132,33 @@ def split_prefill_budget(
         return demand
     if budget <= 0:
         return dict.fromkeys(demand, 0)
-    floor = 1 if budget >= len(demand) else 0
+    used = {tenant: (decoding or {}).get(tenant, 0) for tenant in demand}
+    one = 1 if budget >= len(demand) else 0
+    least = {tenant: used[tenant] + one for tenant in demand}
+    most = {tenant: used[tenant] + demand[tenant] for tenant in demand}
     free = {tenant: max(1, round(weights[tenant] * _WEIGHT_UNIT)) for tenant in demand}
     split: dict[str, int] = {}
-    left = budget
+    left = budget + sum(used.values())
     while True:
         total_weight = sum(free.values())
         # Shares and bounds are multiplied by total_weight: integers, no rounding.
-        too_small = {t for t, w in free.items() if left * w < floor * total_weight}
-        too_large = {t for t, w in free.items() if left * w > demand[t] * total_weight}
+        too_small = {t for t, w in free.items() if left * w < least[t] * total_weight}
+        too_large = {t for t, w in free.items() if left * w > most[t] * total_weight}
         if not too_small and not too_large:
             break
-        violation = sum(floor * total_weight - left * free[t] for t in too_small) + sum(
-            demand[t] * total_weight - left * free[t] for t in too_large
+        violation = sum(least[t] * total_weight - left * free[t] for t in too_small) + sum(
+            most[t] * total_weight - left * free[t] for t in too_large
         )
         frozen = (too_small if violation >= 0 else set()) | (too_large if violation <= 0 else set())
         for tenant in frozen:
-            split[tenant] = floor if tenant in too_small else demand[tenant]
+            split[tenant] = least[tenant] if tenant in too_small else most[tenant]
             left -= split[tenant]
             del free[tenant]
         if not free:
             break
     if free:
         split.update(_round_shares(free, left, rotation))
-    return {tenant: split[tenant] for tenant in demand}
+    return {tenant: split[tenant] - used[tenant] for tenant in demand}
 
 
 def _round_shares(weights: Mapping[str, int], tokens: int, rotation: int) -> dict[str, int]:

@@ -12,30 +12,37 @@ from policies.step_budget import PREFILL_FLOOR_TOKENS, prefill_floor, split_pref
 
 TENANTS = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
-    st.tuples(st.integers(0, 500), st.integers(1, 6400).map(lambda n: n / 64)),
+    st.tuples(st.integers(0, 500), st.integers(1, 6400).map(lambda n: n / 64), st.integers(0, 200)),
     max_size=12,
 )
 
 
-def water_level_shares(pending: dict[str, int], weights: dict[str, float], budget: int) -> dict[str, float]:
-    """The split in real numbers, by bisection on the level: clamp(level * weight, floor, pending)."""
+def water_level_shares(
+    pending: dict[str, int], weights: dict[str, float], budget: int, decoding: dict[str, int]
+) -> dict[str, float]:
+    """The split in real numbers, by bisection on the level: clamp(level * weight - decoding, floor, pending)."""
     floor = 1.0 if budget >= len(pending) else 0.0
+
+    def tokens_at(tenant: str, level: float) -> float:
+        return min(pending[tenant], max(floor, level * weights[tenant] - decoding[tenant]))
+
     low, high = 0.0, 1e9
     for _ in range(200):
         level = (low + high) / 2
-        total = sum(min(tokens, max(floor, level * weights[t])) for t, tokens in pending.items())
+        total = sum(tokens_at(t, level) for t in pending)
         low, high = (level, high) if total < budget else (low, level)
-    return {t: min(tokens, max(floor, high * weights[t])) for t, tokens in pending.items()}
+    return {t: tokens_at(t, high) for t in pending}
 
 
 @settings(max_examples=300, deadline=None)
 @given(tenants=TENANTS, budget=st.integers(-5, 2000), rotation=st.integers(0, 10**9))
 def test_split_is_max_min_to_the_token(
-    tenants: dict[str, tuple[int, float]], budget: int, rotation: int
+    tenants: dict[str, tuple[int, float, int]], budget: int, rotation: int
 ) -> None:
-    pending = {tenant: tokens for tenant, (tokens, _) in tenants.items()}
-    weights = {tenant: weight for tenant, (_, weight) in tenants.items()}
-    split = split_prefill_budget(pending, weights, budget, rotation)
+    pending = {tenant: tokens for tenant, (tokens, _, _) in tenants.items()}
+    weights = {tenant: weight for tenant, (_, weight, _) in tenants.items()}
+    decoding = {tenant: rows for tenant, (_, _, rows) in tenants.items()}
+    split = split_prefill_budget(pending, weights, budget, rotation, decoding)
     active = {tenant: tokens for tenant, tokens in pending.items() if tokens > 0}
     assert set(split) == set(active)
     assert sum(split.values()) == max(0, min(budget, sum(active.values())))
@@ -43,7 +50,7 @@ def test_split_is_max_min_to_the_token(
     if budget >= len(active):
         assert all(tokens >= 1 for tokens in split.values())
     if 0 < budget < sum(active.values()):
-        exact = water_level_shares(active, weights, budget)
+        exact = water_level_shares(active, weights, budget, decoding)
         assert all(abs(split[tenant] - exact[tenant]) < 1.0 + 1e-6 for tenant in active)
 
 
@@ -56,6 +63,13 @@ def test_what_one_cannot_use_goes_to_the_others_by_weight() -> None:
     pending = {"small": 4, "a": 1000, "b": 1000}
     weights = {"small": 10.0, "a": 1.0, "b": 3.0}
     assert split_prefill_budget(pending, weights, 84) == {"small": 4, "a": 20, "b": 60}
+
+
+def test_decodes_count_as_part_of_a_share() -> None:
+    pending, weights = {"flood": 1000, "new": 32}, {"flood": 1.0, "new": 1.0}
+    assert split_prefill_budget(pending, weights, 36, decoding={"flood": 28}) == {"flood": 4, "new": 32}
+    assert split_prefill_budget(pending, weights, 24, decoding={"flood": 40}) == {"flood": 1, "new": 23}
+    assert split_prefill_budget(pending, weights, 60, decoding={"flood": 4}) == {"flood": 28, "new": 32}
 
 
 def test_a_tiny_weight_still_gets_a_token() -> None:
