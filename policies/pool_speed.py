@@ -143,9 +143,14 @@ def _start(
     buffer = PREFILL_BUFFER_STEPS * load.report.max_num_batched_tokens
     tokens = max(1, ticket.input_tokens - load.cached_tokens(ticket))
     rate = speed.prefill_loaded if ahead > 0.0 else speed.prefill_now
-    # Inside a step prefill is split by weight among the tenants in the engine: as many as the buffer lets in, with the
-    # work that they have.
+    # A step is split by weight among the tenants in the engine: as many as the buffer lets in, with the work that they
+    # have. What the tenant decodes in it is part of its share.
     rivals = min((1.0 - share) / share, buffer / speed.mean_input_tokens + 1.0)
+    own_slots, _ = load.held_by(ticket.tenant)
+    if own_slots:
+        room = max(1, load.report.max_num_batched_tokens - load.sequences)
+        own = share * load.report.max_num_batched_tokens - own_slots
+        rivals = max(rivals, room / min(max(own, 1.0), room) - 1.0)
     waiting, per_second = others.demand
     beside = min(rivals * tokens, waiting + per_second * tokens / rate)
     prefill = (min(load.prefill_tokens + ahead, buffer) + tokens + beside) / rate

@@ -110,6 +110,21 @@ def test_only_the_own_share_is_promised() -> None:
     assert 0.15 <= shared / alone <= 0.35
 
 
+def test_what_a_tenant_decodes_leaves_less_of_a_step_to_its_prompts() -> None:
+    def earliest(decodes: str) -> float:
+        queue = queue_with(max_num_seqs=64, running=40, live_sequences={decodes: 40})
+        for number in range(10):
+            queue.push(ticket(f"o{number}", "other", input_tokens=300), 0.0)
+        deadline = refused(
+            queue.push(ticket("r", input_tokens=300, remaining_ttft_ms=1.0), 0.0)
+        ).earliest_deadline_ms
+        assert deadline is not None
+        return deadline
+
+    # Of 60 tokens beside 40 decodes it gets 10 instead of 50: half of the step is its share.
+    assert 1.5 * earliest("other") < earliest("a")
+
+
 def test_idle_tenants_do_not_count_for_ever() -> None:
     queue = queue_with(**FULL)
     queue.push(ticket("other", "o", input_tokens=300), 0.0)
