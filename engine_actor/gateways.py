@@ -65,7 +65,8 @@ class Gateways:
     def dispatch(
         self, rows: Iterable[StreamRow], message: Callable[[tuple[StreamRow, ...]], StepMessage]
     ) -> None:
-        """Send the rows of a step, one message to each gateway that has any."""
+        """Send the rows of a step, one message to each gateway that has any, and before it one with the first tokens:
+        whoever waits for those does not wait until the others are packed and read."""
         by_gateway: dict[_Gateway, list[StreamRow]] = {}
         for row in rows:
             key = (row.request, row.attempt)
@@ -77,7 +78,8 @@ class Gateways:
                 gateway.live.pop(key, None)
             by_gateway.setdefault(gateway, []).append(row)
         for gateway, own in by_gateway.items():
-            gateway.connection.send(pack_answer(message(tuple(own))))
+            for part in _first_tokens_first(own):
+                gateway.connection.send(pack_answer(message(tuple(part))))
 
     def expire(self, now: float) -> None:
         """Abort the requests whose lease has run out, and cut off gateways that are silent."""
@@ -120,3 +122,11 @@ class Gateways:
         for key in gateway.live:
             self._abort(key)
         gateway.live.clear()
+
+
+def _first_tokens_first(rows: list[StreamRow]) -> list[list[StreamRow]]:
+    """One list, or two where some of many rows bring a first token. Rows of one request keep their order."""
+    first = [row for row in rows if row.usage is not None and row.finish_reason is None]
+    if not first or len(first) == len(rows) or len({row[:2] for row in rows}) < len(rows):
+        return [rows]
+    return [first, [row for row in rows if row.usage is None or row.finish_reason is not None]]
