@@ -35,18 +35,6 @@ class Load:
 
 
 @dataclass
-class Refusals:
-    """Seconds from sending a call to the whole answer that refused its deadline, and how many were sent."""
-
-    sent: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    def report(self) -> dict[str, Any]:
-        """`ms` is None if nothing was refused."""
-        return {"sent": self.sent, "refused": len(self.seconds), "ms": _percentiles_ms(self.seconds)}
-
-
-@dataclass
 class Calls:
     """What came of one tenant's requests: times to first token in seconds, and tokens as they arrived.
 
@@ -64,6 +52,7 @@ class Calls:
 
 
 def _percentiles_ms(seconds: list[float]) -> dict[str, float] | None:
+    """None if there are none."""
     if not seconds:
         return None
     p50, p95, largest = (np.percentile(seconds, [50, 95, 100]) * 1000).tolist()
@@ -123,12 +112,13 @@ async def _aggressor(client: httpx.AsyncClient, key: str, random: Random, load: 
             await asyncio.sleep(0.1)
 
 
-async def _hopeless(client: httpx.AsyncClient, key: str, random: Random, load: Load) -> Refusals:
+async def _hopeless(client: httpx.AsyncClient, key: str, random: Random, load: Load) -> list[float]:
     """Calls behind the flood's backlog that want their first token too soon, one each 0.1 s.
 
-    Those that are not refused, as under a policy without deadlines, are given up.
+    Returns the seconds from sending to the whole answer of those whose deadline was refused. The others, as under a policy
+    without deadlines, are given up.
     """
-    refusals = Refusals()
+    refusals: list[float] = []
 
     async def call(prompt: list[int]) -> None:
         body = {"model": "default", "prompt": prompt, "max_tokens": load.output_tokens}
@@ -136,12 +126,11 @@ async def _hopeless(client: httpx.AsyncClient, key: str, random: Random, load: L
         started = time.perf_counter()
         answer = await client.post("/v1/completions", json=body, headers=headers)
         if answer.status_code == 503 and answer.json()["error"]["code"] == "deadline_unattainable":
-            refusals.seconds.append(time.perf_counter() - started)
+            refusals.append(time.perf_counter() - started)
 
     tasks = []
     for _ in range(HOPELESS_CALLS):
         tasks.append(asyncio.create_task(call(_prompt(random, load.input_tokens))))
-        refusals.sent += 1
         await asyncio.sleep(_HOPELESS_INTERVAL_SECONDS)
     for task in tasks:
         task.cancel()
@@ -181,7 +170,7 @@ async def _measure(base_url: str, load: Load, seconds: float, seed: int) -> dict
         "aggressor_calls": flood.ok,
         "aggressor_failed": flood.failed,
         "aggressor_tokens_per_s": round(tokens / elapsed, 1),
-        "refusals": refusals.report(),
+        "refusals": {"sent": HOPELESS_CALLS, "refused": len(refusals), "ms": _percentiles_ms(refusals)},
     }
 
 

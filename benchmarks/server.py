@@ -39,14 +39,18 @@ class RunningServer:
         return f"http://127.0.0.1:{self.port}"
 
 
+def free_port() -> int:
+    """Below the ports of outgoing connections, of which a start makes hundreds, and below those of the server's own."""
+    return next(port for port in random.sample(range(10_000, 20_000), 1000) if is_free("127.0.0.1", port))
+
+
 @contextmanager
 def running_server(config: dict[str, Any]) -> Iterator[RunningServer]:
     """Run `evenhand serve` on a config with a port and a data directory of its own.
 
     Raises BenchmarkError when it does not get ready.
     """
-    # Below the ports of outgoing connections, of which a start makes hundreds, and below those of the server's own.
-    port = next(port for port in random.sample(range(10_000, 20_000), 1000) if is_free("127.0.0.1", port))
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="evenhand-bench-") as name:
         directory = Path(name)
         config["http_options"]["port"] = port

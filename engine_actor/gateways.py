@@ -126,7 +126,10 @@ class Gateways:
 
 def _first_tokens_first(rows: list[StreamRow]) -> list[list[StreamRow]]:
     """One list, or two where some of many rows bring a first token. Rows of one request keep their order."""
-    first = [row for row in rows if row.usage is not None and row.finish_reason is None]
-    if not first or len(first) == len(rows) or len({row[:2] for row in rows}) < len(rows):
-        return [rows]
-    return [first, [row for row in rows if row.usage is None or row.finish_reason is not None]]
+    first: list[StreamRow] = []
+    rest: list[StreamRow] = []
+    for row in rows:
+        (first if row.usage is not None and row.finish_reason is None else rest).append(row)
+    if first and rest and len({row[:2] for row in rows}) == len(rows):
+        return [first, rest]
+    return [rows]

@@ -386,11 +386,12 @@ class Scheduler:
     def _schedule_prefills(self, budget: int, decodes: np.ndarray) -> list[tuple[SequenceState, int]]:
         if budget <= 0:
             return []
-        rows = self._prefill.rows(budget, self.step, self._prefilled, decodes)
+        beside = decodes[:0] if self.config.prefill_first else decodes
+        rows = self._prefill.rows(budget, self.step, self._prefilled, beside)
         while not rows and not len(decodes) and len(self._running):
             # Half-computed prompts hold every page between them and no decode will free any.
             self._preempt(self._choose_victim())
-            rows = self._prefill.rows(budget, self.step, self._prefilled, decodes)
+            rows = self._prefill.rows(budget, self.step, self._prefilled, beside)
         return rows
 
     def _advance(self, decodes: np.ndarray, prefills: list[tuple[SequenceState, int]]) -> StepRecord:

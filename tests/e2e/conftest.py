@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import yaml
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.ray_environment import is_free
+from benchmarks.server import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 METRICS_KEY = "eh_metrics_key_for_tests"
@@ -294,11 +293,6 @@ def evenhand(*arguments: str) -> list[str]:
 def clean_environment() -> dict[str, str]:
     """Ours, without what other tests or a user's shell may have set for Ray or for us."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EVENHAND_"))}
-
-
-def free_port() -> int:
-    """Below those that the system gives to outgoing connections, of which a start makes hundreds, and below Ray's."""
-    return next(port for port in random.sample(range(10_000, 20_000), 1000) if is_free("127.0.0.1", port))
 
 
 def _says_ready(server: Server) -> bool:
