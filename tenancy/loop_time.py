@@ -45,6 +45,15 @@ def loop_timed(kind: ConnectionKind) -> ConnectionKind:
 
 
 class _LoopTimed(AbstractConnection):
+    async def connect(self) -> None:
+        """As it is, but one that is cancelled between the socket and the handshake is closed: the pool would hand it to
+        the next caller half made."""
+        try:
+            await super().connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            await self.disconnect(nowait=True)
+            raise
+
     async def _connect(self) -> None:
         limit, self.socket_connect_timeout = self.socket_connect_timeout, None
         connecting = super()._connect()  # type: ignore[no-untyped-call, safe-super]

@@ -86,6 +86,20 @@ async def test_e06_a_server_that_freezes_is_noticed_at_once(tmp_path: Path) -> N
         await client.aclose()
 
 
+async def test_a_connection_cancelled_before_it_is_made_does_not_go_to_the_next_caller(
+    redis_url: str,
+) -> None:
+    for turns in range(40):  # one of them is between the socket and the handshake
+        client = connect(redis_url)
+        first = asyncio.create_task(client.ping())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        assert await client.ping() is True, turns
+        await client.aclose()
+
+
 async def test_work_that_is_cancelled_or_late_is_ended() -> None:
     ended = 0
 
