@@ -115,8 +115,8 @@ async def _aggressor(client: httpx.AsyncClient, key: str, random: Random, load: 
 async def _hopeless(client: httpx.AsyncClient, key: str, random: Random, load: Load) -> list[float]:
     """Calls behind the flood's backlog that want their first token too soon, one each 0.1 s.
 
-    Returns the seconds from sending to the whole answer of those whose deadline was refused. The others, as under a policy
-    without deadlines, are given up.
+    Returns the seconds from sending to the whole answer of those whose deadline was refused. The others, as under a
+    policy without deadlines, are given up.
     """
     refusals: list[float] = []
 
